@@ -1,0 +1,1 @@
+"""Runs GGUF models: files, hardware, llama.cpp, scheduling, sampling, chat templates; knows no HTTP."""
