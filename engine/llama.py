@@ -1,0 +1,328 @@
+"""The only file that knows llama.cpp: one thin owner for each of its C objects.
+
+In: paths, token ids, positions. Out: logits, token ids, byte pieces. Every owner's close() may be
+called twice. Nothing here knows requests, slots or text; calls release the GIL, and an object must
+be used by one thread at a time (Vocab excepted: tokenising reads only).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import llama_cpp.llama_cpp as c  # the declarations; the high-level API is not used
+import numpy as np
+import numpy.typing as npt
+
+from headrace.engine.errors import ModelUnusable
+from headrace.engine.messages import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+KV_TYPES = {
+    "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20,
+    "bf16": 30,
+}  # fmt: skip
+
+_ERROR = 4  # of enum ggml_log_level
+_recent_errors: deque[str] = deque(maxlen=8)
+
+
+@c.llama_log_callback  # type: ignore[untyped-decorator]
+def _log(level: int, text: bytes, _user_data: Any) -> None:
+    """Keep llama.cpp's errors as reasons for our own, which name the file; the rest is for debug."""
+    line = text.decode("utf-8", "replace").strip(" .\n")
+    if not line:
+        return
+    if level == _ERROR:
+        _recent_errors.append(line)
+    logger.debug("%s", line)
+
+
+def start_backend() -> None:
+    """Initialise llama.cpp and route its log; call once, before anything else here."""
+    c.llama_log_set(_log, ctypes.c_void_p(0))
+    c.llama_backend_init()
+
+
+def _reason(default: str) -> str:
+    """Return llama.cpp's own words for what just failed, most specific first."""
+    lines = [line.split(": ", 1)[-1] for line in _recent_errors]
+    _recent_errors.clear()
+    return lines[0] if lines else default
+
+
+class Vocab:
+    """The tokenizer of a loaded model; safe to use from several threads."""
+
+    def __init__(self, pointer: Any) -> None:
+        self._vocab = pointer
+        self.n_tokens: int = c.llama_vocab_n_tokens(pointer)
+        self.bos: int = c.llama_vocab_bos(pointer)
+        self.eos: int = c.llama_vocab_eos(pointer)
+        self.adds_bos: bool = c.llama_vocab_get_add_bos(pointer)
+        self._pieces: dict[int, bytes] = {}
+
+    def tokenize(self, text: str, *, parses_control: bool) -> list[int]:
+        """Return the token ids of text, without any BOS or EOS added.
+
+        Control tokens spelled in text become those tokens only if parses_control is true.
+        """
+        data = text.encode("utf-8")
+        n_max = len(data) + 8
+        while True:
+            out = (c.llama_token * n_max)()
+            n = c.llama_tokenize(self._vocab, data, len(data), out, n_max, False, parses_control)
+            if n >= 0:
+                return list(out[:n])
+            n_max = -n
+
+    def piece(self, token: int) -> bytes:
+        """Return the bytes that token stands for; control tokens give none."""
+        found = self._pieces.get(token)
+        if found is None:
+            found = self._pieces[token] = self._read_piece(token, special=False)
+        return found
+
+    def text(self, token: int) -> str:
+        """Return token spelled out, control tokens too; "" for a negative id."""
+        if token < 0:
+            return ""
+        return self._read_piece(token, special=True).decode("utf-8", "replace")
+
+    def spell(self, token: int) -> bytes:
+        """Return the bytes of token, those of a control token's name if it stands for none."""
+        return self.piece(token) or self._read_piece(token, special=True)
+
+    def _read_piece(self, token: int, special: bool) -> bytes:
+        n_max = 64
+        while True:
+            buffer = ctypes.create_string_buffer(n_max)
+            n = c.llama_token_to_piece(self._vocab, token, buffer, n_max, 0, special)
+            if n >= 0:
+                return buffer.raw[:n]
+            n_max = -n
+
+    def ends_generation(self, token: int) -> bool:
+        """Tell whether token ends the answer (EOS, end of turn, ...)."""
+        return bool(c.llama_vocab_is_eog(self._vocab, token))
+
+    def control_texts(self) -> tuple[str, ...]:
+        """Return the spellings that tokenize would parse as control tokens."""
+        control = (i for i in range(self.n_tokens) if c.llama_vocab_is_control(self._vocab, i))
+        return tuple(text for i in control if (text := self.text(i)))
+
+    def contains(self, tokens: Iterable[int]) -> bool:
+        """Tell whether all tokens are ids of this vocabulary."""
+        return all(0 <= token < self.n_tokens for token in tokens)
+
+
+class Model:
+    """Weights and vocabulary of one GGUF file, loaded by llama.cpp's own loader."""
+
+    def __init__(self, path: Path, *, repacks: bool = True) -> None:
+        """Load path wholly into memory's reach (mmap; repacked copies if repacks).
+
+        Raises:
+            ModelUnusable: llama.cpp refuses the file; the message gives its reason.
+        """
+        params = c.llama_model_default_params()
+        params.use_extra_bufts = repacks
+        _recent_errors.clear()
+        self.pointer = c.llama_model_load_from_file(os.fsencode(path), params)
+        """llama.cpp's own object; None once closed."""
+        if not self.pointer:
+            raise ModelUnusable(f"{path}: {_reason('llama.cpp refuses the file')}")
+        self.vocab = Vocab(c.llama_model_get_vocab(self.pointer))
+        self.n_ctx_train: int = c.llama_model_n_ctx_train(self.pointer)
+        self.n_swa: int = c.llama_model_n_swa(self.pointer)
+        self.size_bytes: int = c.llama_model_size(self.pointer)
+        self.has_decoder: bool = c.llama_model_has_decoder(self.pointer)
+        self.is_recurrent: bool = c.llama_model_is_recurrent(
+            self.pointer
+        ) or c.llama_model_is_hybrid(self.pointer)
+        """Whether the state of a sequence can't be cut at any position (Mamba, RWKV, hybrids)."""
+
+    def close(self) -> None:
+        """Free the weights; contexts made from them must be closed before."""
+        if self.pointer:
+            c.llama_model_free(self.pointer)
+            self.pointer = None
+
+
+class Batch:
+    """Tokens for one forward pass; n_max tokens, one sequence each."""
+
+    def __init__(self, n_max: int) -> None:
+        self._batch = c.llama_batch_init(n_max, 0, 1)
+        self.n_max = n_max
+
+    def fill(
+        self, tokens: Sequence[int], positions: Sequence[int], seq_ids: Sequence[int],
+        wants_logits: Sequence[bool],
+    ) -> None:  # fmt: skip
+        """Replace the content; the four sequences have one entry for each token."""
+        batch = self._batch
+        batch.n_tokens = n = len(tokens)
+        for i in range(n):
+            batch.token[i] = tokens[i]
+            batch.pos[i] = positions[i]
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = seq_ids[i]
+            batch.logits[i] = wants_logits[i]
+
+    def fill_prompt(self, tokens: Sequence[int], first: int, seq_id: int, is_last: bool) -> None:
+        """Replace the content by a chunk of one prompt that starts at position first."""
+        n = len(tokens)
+        wants = [False] * n
+        wants[-1] = is_last
+        self.fill(tokens, range(first, first + n), [seq_id] * n, wants)
+
+    def close(self) -> None:
+        if self._batch is not None:
+            c.llama_batch_free(self._batch)
+            self._batch = None
+
+
+class Context:
+    """KV cache and compute buffers over a model; all sequences share n_cells cells."""
+
+    def __init__(
+        self, model: Model, *, n_cells: int, n_seqs: int, n_batch: int, n_threads: int,
+        n_threads_batch: int, kv_type: str = "f16",
+    ) -> None:  # fmt: skip
+        """Allocate a context.
+
+        Raises:
+            ModelUnusable: llama.cpp can't make it (memory, or a KV type that the model can't use).
+        """
+        params = c.llama_context_default_params()
+        params.n_ctx = n_cells
+        params.n_seq_max = n_seqs
+        params.n_batch = params.n_ubatch = n_batch
+        params.n_outputs_max = max(n_seqs, 1)
+        params.n_threads = n_threads
+        params.n_threads_batch = n_threads_batch
+        params.type_k = params.type_v = KV_TYPES[kv_type]
+        params.kv_unified = True
+        # A full-size window cache lets sliding-window models rewind like all others.
+        params.swa_full = True
+        params.no_perf = True
+        _recent_errors.clear()
+        self._model = model
+        self._ctx = c.llama_init_from_model(model.pointer, params)
+        if not self._ctx:
+            raise ModelUnusable(f"no context of {n_cells} cells: {_reason('out of memory')}")
+        self._memory = c.llama_get_memory(self._ctx)
+        self.n_cells: int = c.llama_n_ctx(self._ctx)
+        self.n_vocab = model.vocab.n_tokens
+
+    def decode(self, batch: Batch) -> int:
+        """Evaluate batch; 0 done, 1 no free cells (nothing changed), else llama.cpp's error."""
+        return int(c.llama_decode(self._ctx, batch._batch))
+
+    def logits(self, i: int) -> npt.NDArray[np.float32]:
+        """Return the logits of the batch's token i, (n_vocab,) float32, valid until decode."""
+        pointer = c.llama_get_logits_ith(self._ctx, i)
+        return np.ctypeslib.as_array(pointer, shape=(self.n_vocab,))
+
+    def remove(self, seq_id: int, first: int = 0) -> bool:
+        """Forget the positions of a sequence from first on; False if its state can't be cut."""
+        return bool(c.llama_memory_seq_rm(self._memory, seq_id, first, -1))
+
+    def copy(self, source: int, target: int, n_tokens: int) -> None:
+        """Let target share the first n_tokens cells of source."""
+        c.llama_memory_seq_cp(self._memory, source, target, 0, n_tokens)
+
+    def holds_window(self, seq_id: int, n_tokens: int) -> bool:
+        """Tell whether evaluation can go on at position n_tokens of a sequence.
+
+        Cells outside a sliding window may have been given to others; then the windows of the
+        positions before n_tokens are incomplete.
+        """
+        if self._model.n_swa <= 0:
+            return True
+        first = int(c.llama_memory_seq_pos_min(self._memory, seq_id))
+        return 0 <= first <= max(0, n_tokens - self._model.n_swa)
+
+    def save(self, seq_id: int) -> bytes:
+        """Return the part of a sequence's state that can't be cut (recurrent layers)."""
+        flags = c.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+        n_bytes = c.llama_state_seq_get_size_ext(self._ctx, seq_id, flags)
+        buffer = (ctypes.c_uint8 * n_bytes)()
+        n = c.llama_state_seq_get_data_ext(self._ctx, buffer, n_bytes, seq_id, flags)
+        return bytes(memoryview(buffer)[:n])
+
+    def restore(self, seq_id: int, state: bytes) -> bool:
+        """Put a state from save() back into a sequence; False if it does not fit."""
+        buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        flags = c.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+        return bool(c.llama_state_seq_set_data_ext(self._ctx, buffer, len(state), seq_id, flags))
+
+    def close(self) -> None:
+        if self._ctx:
+            c.llama_free(self._ctx)
+            self._ctx = None
+
+
+class Sampler:
+    """llama.cpp's sampler chain for one sequence."""
+
+    def __init__(self, params: SamplingParams, vocab: Vocab, n_ctx: int) -> None:
+        """Build the chain in llama.cpp's order: penalties, top_k, typical_p, top_p, min_p, temp."""
+        chain_params = c.llama_sampler_chain_default_params()
+        chain_params.no_perf = True
+        self._chain = c.llama_sampler_chain_init(chain_params)
+        for sampler in _samplers(params, vocab.n_tokens, n_ctx):
+            c.llama_sampler_chain_add(self._chain, sampler)
+        n_last = n_ctx if params.repeat_last_n < 0 else params.repeat_last_n
+        self.n_accepts = n_last if _has_penalties(params) else 0
+        """How many of the last prompt tokens the penalties want to be told of."""
+
+    def sample(self, context: Context, i: int) -> int:
+        """Pick the token that follows the batch's token i, and remember it."""
+        return int(c.llama_sampler_sample(self._chain, context._ctx, i))
+
+    def accept(self, tokens: Iterable[int]) -> None:
+        """Tell the penalties of tokens that were not sampled."""
+        for token in tokens:
+            c.llama_sampler_accept(self._chain, token)
+
+    def close(self) -> None:
+        if self._chain:
+            c.llama_sampler_free(self._chain)  # frees the samplers in it too
+            self._chain = None
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    changes = (params.repeat_penalty, params.frequency_penalty, params.presence_penalty)
+    return params.repeat_last_n != 0 and changes != (1.0, 0.0, 0.0)
+
+
+def _samplers(params: SamplingParams, n_vocab: int, n_ctx: int) -> Iterable[Any]:
+    """Yield the samplers for params; those that would change nothing are left out."""
+    if _has_penalties(params):
+        yield c.llama_sampler_init_penalties(
+            n_vocab,
+            n_ctx if params.repeat_last_n < 0 else params.repeat_last_n,
+            params.repeat_penalty, params.frequency_penalty, params.presence_penalty,
+        )  # fmt: skip
+    if params.temperature <= 0:
+        yield c.llama_sampler_init_greedy()
+        return
+    if params.top_k > 0:
+        yield c.llama_sampler_init_top_k(params.top_k)
+    if params.typical_p < 1:
+        yield c.llama_sampler_init_typical(params.typical_p, 1)
+    if params.top_p < 1:
+        yield c.llama_sampler_init_top_p(params.top_p, 1)
+    if params.min_p > 0:
+        yield c.llama_sampler_init_min_p(params.min_p, 1)
+    yield c.llama_sampler_init_temp(params.temperature)
+    seed = c.LLAMA_DEFAULT_SEED if params.seed < 0 else params.seed
+    yield c.llama_sampler_init_dist(seed & 0xFFFFFFFF)

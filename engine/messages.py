@@ -1,0 +1,202 @@
+"""All that crosses the border between the server process and an engine process.
+
+A frame is a 4-byte little-endian length and MessagePack: one Command (to the engine), or a list of
+Events (from it): those of one step for all sequences. Weights, logits and KV never cross.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+DoneReason = Literal["stop", "length", "cancelled"]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of every message; the tag on the wire is the class name."""
+
+
+class Segment(msgspec.Struct, frozen=True, array_like=True):
+    """A piece of prompt text; in user text (is_trusted false) control tokens are plain text."""
+
+    text: str
+    is_trusted: bool
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How the next token is picked; names and defaults are Ollama's options.
+
+    temperature <= 0 is greedy; top_k <= 0, top_p >= 1, typical_p >= 1, min_p <= 0 are off;
+    repeat_last_n 0 is off, -1 the whole context; seed < 0 is random.
+    """
+
+    seed: int = -1
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.9
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repeat_last_n: int = 64
+    repeat_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+
+class Load(Message, frozen=True, kw_only=True):
+    """Load the model; the first command of an engine process. n_ctx is per slot."""
+
+    path: str
+    name: str
+    n_ctx: int
+    n_slots: int
+    n_batch: int
+    n_threads: int
+    n_threads_batch: int
+    decode_cpus: tuple[int, ...] = ()
+    """CPUs that compute threads are pinned to; empty: not pinned."""
+    io_cpus: tuple[int, ...] = ()
+    """CPUs for tokenisation and I/O; empty: anywhere."""
+    kv_type: str = "f16"
+    log_level: str = "info"
+
+
+class Generate(Message, frozen=True, kw_only=True):
+    """Generate from a prompt; answered by Accepted, Token..., and one Done or Failed."""
+
+    uid: int
+    prompt: tuple[Segment, ...]
+    sampling: SamplingParams = SamplingParams()
+    n_ctx: int = 0
+    """Context asked for this request; 0: whatever is loaded. Another value re-creates the context."""
+    n_predict: int = -1
+    """Tokens to generate; -1: until the end or 10 contexts; -2: until the context is full; 0: none."""
+    n_keep: int = 4
+    """Prompt tokens kept when the context shifts; -1: the whole prompt."""
+    stop: tuple[str, ...] = ()
+    shifts: bool = True
+    """Whether a full context drops its oldest half and goes on, or ends with reason length."""
+    truncates: bool = False
+    """Whether a prompt over the context is cut in its middle (raw prompts) or fails."""
+    is_raw: bool = False
+    """A raw prompt keeps a BOS that its text spells; a rendered one follows the vocabulary."""
+    prefix_tokens: tuple[int, ...] = ()
+    """Tokens put before the prompt (Ollama's deprecated context)."""
+    wants_context: bool = False
+    """Whether Done carries the tokens of prompt and answer."""
+    n_top_logprobs: int = -1
+    """-1: no logprobs; else the alternatives wanted for each token, 0 to 20."""
+
+
+class Count(Message, frozen=True, kw_only=True):
+    """Count the tokens of several prompts; answered by one Counted or Failed."""
+
+    uid: int
+    prompts: tuple[tuple[Segment, ...], ...]
+
+
+class Cancel(Message, frozen=True):
+    """Forget a request; no further event of it is sent once it has reached the engine."""
+
+    uid: int
+
+
+class Loaded(Message, frozen=True, kw_only=True):
+    """The model is ready."""
+
+    n_ctx: int
+    n_ctx_train: int
+    n_slots: int
+    n_vocab: int
+    control_tokens: tuple[str, ...]
+    """Texts that the tokenizer would parse as control tokens in trusted text."""
+    bos: str
+    eos: str
+    adds_bos: bool
+    weights_bytes: int
+    context_bytes: int
+    load_ns: int
+
+
+class LoadFailed(Message, frozen=True):
+    """The model can't be loaded; the engine process ends after it."""
+
+    message: str
+
+
+class ContextChanged(Message, frozen=True, kw_only=True):
+    """The context was re-created for a request with another n_ctx."""
+
+    n_ctx: int
+    context_bytes: int
+
+
+class Accepted(Message, frozen=True, kw_only=True):
+    """The prompt is tokenised and fits; the request waits for its slot."""
+
+    uid: int
+    n_prompt: int
+
+
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """One token with its natural-log probability and its alternatives, best first."""
+
+    piece: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...] = ()
+
+
+class Token(Message, frozen=True, kw_only=True):
+    """New text of a sequence: one or more tokens' worth, whole UTF-8 characters only."""
+
+    uid: int
+    text: str
+    logprobs: tuple[Logprob, ...] = ()
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts and durations of one finished request; n_prompt includes the n_cached reused tokens."""
+
+    n_prompt: int
+    n_cached: int
+    n_generated: int
+    queue_ns: int
+    prefill_ns: int
+    decode_ns: int
+
+
+class Done(Message, frozen=True, kw_only=True):
+    """The sequence is finished and its slot free; text is what was still held back."""
+
+    uid: int
+    reason: DoneReason
+    timings: Timings
+    text: str = ""
+    logprobs: tuple[Logprob, ...] = ()
+    context: tuple[int, ...] = ()
+
+
+class Failed(Message, frozen=True, kw_only=True):
+    """The request ended with an error; kind is the class name in errors.py."""
+
+    uid: int
+    kind: str
+    status: int
+    message: str
+    n_prompt: int = 0
+    n_ctx: int = 0
+
+
+class Counted(Message, frozen=True, kw_only=True):
+    """Token counts of a Count's prompts, in order, BOS included."""
+
+    uid: int
+    n_tokens: tuple[int, ...]
+
+
+Command = Load | Generate | Count | Cancel
+Event = Loaded | LoadFailed | ContextChanged | Accepted | Token | Done | Failed | Counted
+
+encode = msgspec.msgpack.Encoder().encode
+decode_command: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+decode_events: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(list[Event])

@@ -1,0 +1,25 @@
+"""How the waiting threads of llama.cpp's OpenMP library behave; pure over the library's files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# Measured: with passive waiting decode is three times slower, active waiting never sleeps; this many
+# spins are as fast as active and sleep after about 0.1 s.
+GOMP_SPINS = 3_000_000
+# The same for LLVM's and Intel's library: milliseconds of spinning before sleep.
+KMP_BLOCK_MS = 100
+
+
+def openmp_environment(package: Path) -> dict[str, str]:
+    """Return the variables for the OpenMP library that llama.cpp in folder package links to.
+
+    They must be in the environment before that library is loaded; empty if it links to none.
+    """
+    for library in sorted((package / "lib").glob("*ggml-cpu*")):
+        data = library.read_bytes()
+        if b"libgomp" in data:
+            return {"GOMP_SPINCOUNT": str(GOMP_SPINS)}
+        if b"libomp" in data or b"libiomp5" in data:
+            return {"KMP_BLOCKTIME": str(KMP_BLOCK_MS)}
+    return {}
