@@ -1,0 +1,1 @@
+"""Speaks the Ollama protocol over HTTP; knows neither llama.cpp nor C."""

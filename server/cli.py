@@ -1,0 +1,150 @@
+"""The console scripts: `headrace` with its commands, and `serve`, which is `headrace serve`.
+
+Comes in a command line, goes out an exit status: 0 is fine, 1 is "can't serve", 2 is a wrong
+command line. Errors that a user can cause are one line on stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import uvloop
+
+from headrace.config import Loaded, SettingsError, load
+from headrace.config.settings import describe
+from headrace.engine.errors import EngineError
+from headrace.engine.hardware import read_topology
+from headrace.engine.library import Library
+from headrace.engine.placement import plan_load
+from headrace.server import app, log
+from headrace.server.models import Models
+
+logger = logging.getLogger(__name__)
+
+USAGE = """\
+usage: headrace serve MODEL.gguf ... [--FLAG VALUE ...]
+       headrace serve --help       all flags
+       headrace checksum FILE ...  SHA-256 of model files
+       headrace --version
+"""
+OK, CANT_SERVE, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 128 + signal.SIGINT
+BACKLOG = 2048
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command of argv, which is the process's own by default; return its exit status."""
+    try:
+        match list(sys.argv[1:] if argv is None else argv):
+            case ["serve", *arguments]:
+                return _serve(arguments)
+            case ["checksum", *arguments]:
+                # Imported when asked for: it brings the engine's far side into this process.
+                from headrace.server import checksum
+
+                return checksum.main(arguments)
+            case ["--version"]:
+                print(f"headrace {_version()}")
+                return OK
+            case ["-h" | "--help"]:
+                print(USAGE, end="")
+                return OK
+            case _:
+                print(USAGE, end="", file=sys.stderr)
+                return WRONG_USAGE
+    except SettingsError as error:
+        return _failed(error, WRONG_USAGE)
+    except EngineError as error:
+        return _failed(error, CANT_SERVE)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def serve() -> int:
+    """Run `headrace serve` with the process's arguments; return its exit status."""
+    return main(["serve", *sys.argv[1:]])
+
+
+def _serve(arguments: Sequence[str]) -> int:
+    """Serve until a signal comes; models are checked before the port is taken."""
+    loaded = load(arguments, os.environ)
+    if loaded.show_config:
+        print(describe(loaded))
+        return OK
+    if not loaded.models:
+        raise SettingsError("no model is given, expected the path of a GGUF file")
+    is_coloured = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    log.configure(loaded.settings.log_level, is_coloured=is_coloured)
+    library = Library(loaded.models, _template(loaded.settings.chat_template_file))
+    try:
+        listener = _listen(loaded.settings.host, loaded.settings.port)
+    except OSError as error:
+        where = f"{loaded.settings.host} port {loaded.settings.port}"
+        return _failed(f"can't listen on {where}: {_reason(error)}", CANT_SERVE)
+    with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        failure = runner.run(_run(loaded, library, listener))
+    return OK if failure is None else _failed(failure, CANT_SERVE)
+
+
+async def _run(loaded: Loaded, library: Library, listener: socket.socket) -> EngineError | None:
+    topology = read_topology(Path("/"), frozenset(os.sched_getaffinity(0)))
+    models = Models(library, loaded.settings, partial(plan_load, topology=topology))
+    first = next(model for model in library.models if model.path == loaded.models[0])
+    url = app.url_of(listener)
+    logger.info("headrace %s listens on %s and loads %s", _version(), url, first.name)
+    return await app.serve(loaded.settings, models, listener, first)
+
+
+def _template(path: str) -> str | None:
+    """Return the text of the chat template that replaces the models' own, or None.
+
+    Raises:
+        SettingsError: the file can't be read as text.
+    """
+    if not path:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"chat_template_file {path}: {error}, expected a text file") from error
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("headrace")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on host and port; of several addresses, the first IPv4 one.
+
+    Raises:
+        OSError: the name has no address, or the port can't be had.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    found.sort(key=lambda info: info[0] != socket.AF_INET)
+    family, _, _, _, address = found[0]
+    takes_both = address[0] == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server(
+        address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=takes_both
+    )
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, socket.gaierror) or error.errno is None:
+        return str(error.strerror or error)
+    return os.strerror(error.errno)
+
+
+def _failed(error: EngineError | SettingsError | str, status: int) -> int:
+    print(f"headrace: error: {error}", file=sys.stderr)
+    return status
