@@ -62,6 +62,8 @@ class ChatTemplate:
         self._template = JinjaTemplate(source)
         self.fault = self._template.fault
         self._bos = bos
+        # Only as the variable is it surely a BOS: SmolLM2's turns begin with the same token.
+        self._writes_bos = "bos_token" in source
         self._eos = eos
         self._control_tokens = _ControlTokens(control_tokens)
 
@@ -71,7 +73,7 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         think: bool | str | None = None,
     ) -> tuple[Segment, ...]:
-        """Return the prompt for messages, without BOS.
+        """Return the prompt for messages, without the BOS that the template puts first.
 
         Neighbours of one role are joined. If the last message is an assistant's without tool
         calls, the prompt ends in it, open, for the model to continue; if the template does not
@@ -89,7 +91,9 @@ class ChatTemplate:
         text = self._render_open(guarded, variables)
         if text is None:
             text = self._render_leniently(guarded, {**variables, "add_generation_prompt": True})
-        return self._control_tokens.segments(text.replace(_CUT, "").removeprefix(self._bos))
+        if self._writes_bos:
+            text = text.removeprefix(self._bos)
+        return self._control_tokens.segments(text.replace(_CUT, ""))
 
     def _render_open(self, messages: list[ChatMessage], variables: dict[str, Any]) -> str | None:
         """Return the prompt up to the end of an assistant's last message, or None.

@@ -195,10 +195,13 @@ class EngineClient:
 
     def dispatch(self, event: Event) -> None:
         """Hand an event to its request; one for a request just cancelled is dropped."""
-        if isinstance(event, Loaded):
-            self._ready.set_result(event)
-        elif isinstance(event, LoadFailed):
-            self._ready.set_exception(ModelUnusable(event.message))
+        if isinstance(event, Loaded | LoadFailed):
+            if self._ready.done():  # whoever started the engine has just been cancelled
+                return
+            if isinstance(event, Loaded):
+                self._ready.set_result(event)
+            else:
+                self._ready.set_exception(ModelUnusable(event.message))
         elif isinstance(event, ContextChanged):
             self.n_ctx, self.context_bytes = event.n_ctx, event.context_bytes
         else:

@@ -30,11 +30,12 @@ class Detokenizer:
         text = self._held + self._decoder.decode(piece)
         if not self._stop:
             return text
-        found = [at for s in self._stop if (at := text.find(s)) >= 0]
+        # The stop string that is whole first counts, however the text came in pieces.
+        found = [(at + len(s), at) for s in self._stop if (at := text.find(s)) >= 0]
         if found:
             self.is_stopped = True
             self._held = ""
-            return text[: min(found)]
+            return text[: min(found)[1]]
         n_held = self._n_open(text)
         self._held = text[len(text) - n_held :]
         return text[: len(text) - n_held]

@@ -33,9 +33,6 @@ from headrace.engine.sequence import Sequence, State
 
 logger = logging.getLogger(__name__)
 
-# Prefixes kept beside those of running sequences.
-N_SPARE_PREFIXES = 4
-
 Emit = Callable[[list[Event]], None]
 PlanContext = Callable[[int], ContextPlan]
 
@@ -186,6 +183,8 @@ class Engine:
         for sequence in self._waiting:
             if sequence.uid == uid:
                 self._waiting.remove(sequence)
+                if sequence.sampler is not None:  # it ran before, and was preempted
+                    sequence.sampler.close()
                 sequence.move("finish")
                 return
         for sequence in self._running:
@@ -240,18 +239,26 @@ class Engine:
         return True
 
     def _open_context(self, plan: ContextPlan) -> None:
-        n_seqs = self._load.n_slots + N_SPARE_PREFIXES
+        # Spare ids let a prompt share the cells of an idle prefix while others run. A recurrent
+        # state is as large for an idle id as for a running one.
+        n_slots = self._load.n_slots
+        n_seqs = n_slots + (1 if self.model.is_recurrent else n_slots)
         self._context = Context(
             self.model, n_cells=plan.n_cells, n_seqs=n_seqs, n_batch=self._load.n_batch,
             n_threads=self._load.n_threads, n_threads_batch=self._load.n_threads_batch,
             kv_type=self._load.kv_type,
         )  # fmt: skip
         self._plan = plan
-        self._cache = KVCache(self._context, n_seqs, can_cut=not self.model.is_recurrent)
+        self._cache = KVCache(
+            self._context, n_seqs, can_cut=not self.model.is_recurrent,
+            parking_bytes=plan.parking_bytes,
+        )  # fmt: skip
         logger.info("context: %d tokens a sequence, %d cells", plan.n_ctx, plan.n_cells)
 
     def _decode(self, sequences: list[Sequence]) -> None:
         """Evaluate the last token of each sequence and pick the next."""
+        if len(self._running) == 1:
+            self._cache.settle(sequences[0].seq_id)
         self._batch.fill(
             [s.tokens[-1] for s in sequences],
             [s.n_past for s in sequences],
@@ -288,8 +295,8 @@ class Engine:
     def _evaluate(self, sequences: list[Sequence]) -> bool:
         """Run the batch that was filled for sequences; False if it could not be run.
 
-        When cells are short, idle prefixes go first; then the youngest sequence gives up its cells
-        and queues again. Any other failure ends the sequences of the batch.
+        When cells are short, an idle prefix leaves them first; then the youngest sequence does and
+        queues again. Any other failure ends the sequences of the batch.
         """
         while (status := self._context.decode(self._batch)) == 1:
             if self._cache.evict():
@@ -307,7 +314,8 @@ class Engine:
     def _preempt(self, sequence: Sequence) -> None:
         logger.info("uid %d: out of cells, queued again", sequence.uid)
         self._running.remove(sequence)
-        self._cache.drop(sequence.seq_id)
+        self._cache.release(sequence.seq_id)
+        self._cache.evict()
         sequence.n_past = 0
         sequence.move("preempt")
         self._waiting.appendleft(sequence)

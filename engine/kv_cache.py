@@ -1,8 +1,12 @@
-"""Which sequence's tokens lie in the KV cache, and what of them a new prompt can reuse.
+"""Which sequence's tokens lie in the KV cache, and what a new prompt can reuse of what was there.
 
-The owner of llama.cpp's sequence ids. An id is held by a running sequence, or free; a free one
-keeps its tokens as a prefix for later prompts until the room is needed, least recently used first.
-Knows token ids and the few memory operations of a context, no requests.
+The owner of llama.cpp's sequence ids. Cells hold the running sequences and those that finished since
+somebody was last running alone; when a request begins alone, idle prefixes are parked: copied out of
+the cells into plain memory, from where they come back when a prompt begins like them. So idle
+conversations don't slow down the attention of running ones. While sequences run nothing is removed
+from the cells if it can be avoided: new tokens would fill the holes, attention would meet a
+sequence's tokens in another order, and its numbers would change in the last bits. Knows token ids and
+the few memory operations of a context, no requests.
 """
 
 from __future__ import annotations
@@ -13,6 +17,9 @@ from typing import Protocol
 
 # Snapshots kept for a sequence whose state can't be cut.
 MAX_SNAPSHOTS = 8
+# llama.cpp's attention takes another kernel for a lone token when it sees 512 cells or more, and it
+# sees them in steps of 256: a sequence up to this long, alone and at the front, stays below.
+MAX_SETTLED_TOKENS = 256
 
 
 class Memory(Protocol):
@@ -21,161 +28,236 @@ class Memory(Protocol):
     def remove(self, seq_id: int, first: int = 0) -> bool: ...
     def copy(self, source: int, target: int, n_tokens: int) -> None: ...
     def holds_window(self, seq_id: int, n_tokens: int) -> bool: ...
-    def save(self, seq_id: int) -> bytes: ...
-    def restore(self, seq_id: int, state: bytes) -> bool: ...
+    def save(self, seq_id: int, *, whole: bool) -> bytearray: ...
+    def restore(self, seq_id: int, state: bytearray, *, whole: bool) -> bool: ...
 
 
 @dataclass(slots=True)
-class _Entry:
-    """What is known of one sequence id."""
+class _Prefix:
+    """Tokens that were evaluated, in cells under a sequence id or parked."""
 
     tokens: list[int] = field(default_factory=list)
-    is_held: bool = False
-    used_at: int = 0
-    snapshots: dict[int, bytes] = field(default_factory=dict)
+    snapshots: dict[int, bytearray] = field(default_factory=dict)
     """Number of tokens → state after them; only for states that can't be cut."""
+    state: bytearray | None = None
+    """All of its cells, if it is parked."""
+    is_held: bool = False
+    """Whether a running sequence owns it."""
+    is_settled: bool = False
+    """Whether its cells are the first ones: nothing else was in cells since it came."""
+    used_at: int = 0
+
+    @property
+    def n_bytes(self) -> int:
+        return len(self.state or b"") + sum(map(len, self.snapshots.values()))
 
 
 class KVCache:
-    """Sequence ids and the prefixes in their cells."""
+    """Sequence ids, the tokens in their cells, and the prefixes that are parked."""
 
-    def __init__(self, memory: Memory, n_seqs: int, *, can_cut: bool) -> None:
-        """Own the ids 0 to n_seqs - 1 of memory, which is empty.
+    def __init__(
+        self, memory: Memory, n_seqs: int, *, can_cut: bool, parking_bytes: int = 1 << 30
+    ) -> None:
+        """Own the ids 0 to n_seqs - 1 of memory, which is empty, and parking_bytes beside it.
 
         can_cut is false for recurrent models: their state after n tokens exists only where it was
         saved, so prompts resume from snapshots.
         """
         self._memory = memory
-        self._entries = [_Entry() for _ in range(n_seqs)]
+        self._in_cells = [_Prefix() for _ in range(n_seqs)]
+        self._parked: list[_Prefix] = []
         self._can_cut = can_cut
+        self._parking_bytes = parking_bytes
         self._clock = 0
 
     def acquire(self, prompt: Seq[int]) -> tuple[int, int]:
         """Hold a sequence id for prompt and return it with the number of tokens already there.
 
-        At least the last token of prompt is left to evaluate. There must be a free id.
+        At least the last token of prompt is left to evaluate. There must be an id that is not held.
         """
         source, n_cached = self._best_source(prompt)
-        target = self._target(source, n_cached)
-        if n_cached and not self._bring(source, target, n_cached):
+        takes_over = source is not None and self._takes_over(source, n_cached)
+        stays = source if takes_over and source is not None and source.is_settled else None
+        if not self.n_held:
+            self._park_idle(but=stays)
+        target = self._seq_id(stays) if stays is not None else self._spare_id(source)
+        if source is None or not self._bring(source, target, n_cached, takes_over=takes_over):
             n_cached = 0
-        if not n_cached:
             self._empty(target)
-        entry = self._entries[target]
-        entry.tokens = list(prompt[:n_cached])
-        entry.snapshots = {n: s for n, s in entry.snapshots.items() if n <= n_cached}
-        entry.is_held = True
-        self._touch(entry)
+        prefix = self._in_cells[target]
+        prefix.is_held = True
+        self._touch(prefix)
         return target, n_cached
 
     def extend(self, seq_id: int, tokens: Seq[int], *, saves: bool = False) -> None:
         """Record that tokens were evaluated; with saves, keep a snapshot of the state after them."""
-        entry = self._entries[seq_id]
-        entry.tokens.extend(tokens)
+        prefix = self._in_cells[seq_id]
+        prefix.tokens.extend(tokens)
         if saves and not self._can_cut:
-            entry.snapshots[len(entry.tokens)] = self._memory.save(seq_id)
-            if len(entry.snapshots) > MAX_SNAPSHOTS:
-                del entry.snapshots[_least_useful(sorted(entry.snapshots))]
+            prefix.snapshots[len(prefix.tokens)] = self._memory.save(seq_id, whole=False)
+            if len(prefix.snapshots) > MAX_SNAPSHOTS:
+                del prefix.snapshots[_least_useful(sorted(prefix.snapshots))]
 
     def rewind(self, seq_id: int, tokens: Seq[int]) -> int:
         """Cut a held sequence to what it shares with tokens; return the number of tokens left."""
-        entry = self._entries[seq_id]
-        n = self._usable(seq_id, min(_common(entry.tokens, tokens), len(tokens) - 1))
-        if n and not self._bring(seq_id, seq_id, n):
+        prefix = self._in_cells[seq_id]
+        n = self._usable(prefix, min(_common(prefix.tokens, tokens), len(tokens) - 1))
+        if not n or not self._cut(seq_id, n):
             n = 0
-        if not n:
             self._empty(seq_id)
-        del entry.tokens[n:]
         return n
 
+    def settle(self, seq_id: int) -> None:
+        """Move a held sequence that runs alone to the first cells, if that keeps its kernels.
+
+        Then a short answer is computed as if nobody had been there.
+        """
+        prefix = self._in_cells[seq_id]
+        if prefix.is_settled or len(prefix.tokens) > MAX_SETTLED_TOKENS:
+            return
+        self._park_idle()
+        state = self._memory.save(seq_id, whole=True)
+        self._memory.remove(seq_id)
+        prefix.is_settled = True
+        if not self._memory.restore(seq_id, state, whole=True):
+            raise RuntimeError(f"the state of sequence {seq_id} does not fit where it came from")
+
     def release(self, seq_id: int) -> None:
-        """Free a held id; its tokens stay as a prefix."""
-        entry = self._entries[seq_id]
-        assert entry.is_held
-        entry.is_held = False
-        self._touch(entry)
+        """Give up a held id; its tokens stay as a prefix for later prompts."""
+        prefix = self._in_cells[seq_id]
+        assert prefix.is_held
+        prefix.is_held = False
+        self._touch(prefix)
 
     def drop(self, seq_id: int) -> None:
-        """Free a held id and forget its tokens."""
+        """Give up a held id and forget its tokens."""
+        self._in_cells[seq_id].is_held = False
         self._empty(seq_id)
-        self._entries[seq_id].is_held = False
 
     def evict(self) -> bool:
-        """Forget the least recently used prefix; False if there is none."""
-        free = [i for i, e in enumerate(self._entries) if not e.is_held and e.tokens]
-        if not free:
-            return False
-        self._empty(min(free, key=lambda i: self._entries[i].used_at))
-        return True
+        """Park what lies in cells and is not held; False if there is nothing."""
+        return self._park_idle()
 
     @property
     def n_held(self) -> int:
-        return sum(e.is_held for e in self._entries)
+        return sum(prefix.is_held for prefix in self._in_cells)
 
     @property
-    def prefix_lengths(self) -> list[int]:
-        """Return the tokens of each prefix that is kept but not in use."""
-        return [len(e.tokens) for e in self._entries if e.tokens and not e.is_held]
+    def n_parked_bytes(self) -> int:
+        return sum(prefix.n_bytes for prefix in self._parked)
 
-    def _best_source(self, prompt: Seq[int]) -> tuple[int, int]:
-        """Return the id that shares the longest usable prefix with prompt, and its length."""
-        best, n_best = -1, 0
-        for i, entry in enumerate(self._entries):
-            if entry.is_held and not self._can_cut:
+    @property
+    def idle_lengths(self) -> list[int]:
+        """Return the tokens of each prefix that is kept and not in use."""
+        idle = [prefix for prefix in self._in_cells if prefix.tokens and not prefix.is_held]
+        return [len(prefix.tokens) for prefix in (*idle, *self._parked)]
+
+    def _best_source(self, prompt: Seq[int]) -> tuple[_Prefix | None, int]:
+        """Return the prefix that has most of prompt's beginning, and how much of it is usable."""
+        best, n_best = None, 0
+        for prefix in (*self._in_cells, *self._parked):
+            if prefix.is_held and not self._can_cut:
                 continue  # its state has moved on and belongs to a running sequence
-            n = self._usable(i, min(_common(entry.tokens, prompt), len(prompt) - 1))
-            if n > n_best or (n == n_best and n and self._entries[best].is_held):
-                best, n_best = i, n
+            n = self._usable(prefix, min(_common(prefix.tokens, prompt), len(prompt) - 1))
+            if n > n_best:
+                best, n_best = prefix, n
         return best, n_best
 
-    def _usable(self, seq_id: int, n: int) -> int:
-        """Return how many of the first n tokens of an id can be resumed from."""
-        entry = self._entries[seq_id]
+    def _usable(self, prefix: _Prefix, n: int) -> int:
+        """Return how many of the first n tokens of a prefix evaluation can go on from."""
         if self._can_cut:
-            return n if n > 0 and self._memory.holds_window(seq_id, n) else 0
-        if n == len(entry.tokens):
+            is_whole = prefix.state is not None or n <= 0
+            return n if is_whole or self._memory.holds_window(self._seq_id(prefix), n) else 0
+        if n == len(prefix.tokens):
             return n
-        return max((at for at in entry.snapshots if at <= n), default=0)
+        return max((at for at in prefix.snapshots if at <= n), default=0)
 
-    def _target(self, source: int, n_cached: int) -> int:
-        """Return the id that the prompt will use: the source, or one to copy its prefix to.
+    def _takes_over(self, source: _Prefix, n_cached: int) -> bool:
+        """Tell whether a prompt replaces the prefix that it begins with.
 
-        The source itself is taken if it is free and most of it is reused. A long conversation that
-        shares only its beginning with the prompt is kept, and its cells are shared.
+        A long conversation that shares only its beginning with the prompt is kept beside it.
         """
-        free = [i for i, e in enumerate(self._entries) if not e.is_held]
-        assert free, "no free sequence id"
-        others = [i for i in free if i != source] or free
-        spare = min(others, key=lambda i: (bool(self._entries[i].tokens), self._entries[i].used_at))
-        if source not in free:
-            return spare
-        entry = self._entries[source]
-        if not self._can_cut or 2 * n_cached >= len(entry.tokens) or spare == source:
-            return source
-        return spare
+        return not source.is_held and 2 * n_cached >= len(source.tokens)
 
-    def _bring(self, source: int, target: int, n: int) -> bool:
-        """Make target hold exactly the first n tokens of source."""
-        entry = self._entries[source]
-        if target != source:
-            self._empty(target)
-            self._memory.copy(source, target, n)
+    def _spare_id(self, source: _Prefix | None) -> int:
+        """Return an id with nothing under it, parking the oldest idle prefix if there is none."""
+        free = [i for i, prefix in enumerate(self._in_cells) if not prefix.is_held]
+        target = min(free, key=lambda i: self._age(self._in_cells[i], source))
+        if self._in_cells[target].tokens:
+            self._park(target)
+        return target
+
+    def _age(self, prefix: _Prefix, source: _Prefix | None) -> tuple[bool, bool, int]:
+        return bool(prefix.tokens), prefix is source, prefix.used_at
+
+    def _bring(self, source: _Prefix, target: int, n: int, *, takes_over: bool) -> bool:
+        """Make target hold the first n tokens of source; False if that can't be done."""
+        if source is self._in_cells[target]:
+            return self._cut(target, n)
+        self._empty(target)
+        prefix = self._in_cells[target]
+        if source.state is None and self._can_cut:
+            self._memory.copy(self._seq_id(source), target, n)
+            prefix.tokens = source.tokens[:n]
             return True
-        if n == len(entry.tokens):
-            return True
-        if not self._can_cut and not self._memory.restore(source, entry.snapshots[n]):
+        state = source.state or self._memory.save(self._seq_id(source), whole=True)
+        if not self._memory.restore(target, state, whole=True):
             return False
-        return self._memory.remove(source, n)
+        prefix.tokens, prefix.snapshots = list(source.tokens), dict(source.snapshots)
+        if takes_over:
+            self._parked = [parked for parked in self._parked if parked is not source]
+        return self._cut(target, n)
+
+    def _cut(self, seq_id: int, n: int) -> bool:
+        """Cut the prefix in cells under seq_id to its first n tokens."""
+        prefix = self._in_cells[seq_id]
+        if n == len(prefix.tokens):
+            return True
+        if not self._can_cut:
+            if not self._memory.restore(seq_id, prefix.snapshots[n], whole=False):
+                return False
+            prefix.snapshots = {at: s for at, s in prefix.snapshots.items() if at <= n}
+        del prefix.tokens[n:]
+        return self._memory.remove(seq_id, n)
+
+    def _park_idle(self, but: _Prefix | None = None) -> bool:
+        """Park every prefix that is in cells and not held, but one; tell whether there was any."""
+        idle = [i for i, p in enumerate(self._in_cells) if p.tokens and not p.is_held]
+        idle = [i for i in idle if self._in_cells[i] is not but]
+        for seq_id in sorted(idle, key=lambda i: self._in_cells[i].used_at):
+            self._park(seq_id)
+        return bool(idle)
+
+    def _park(self, seq_id: int) -> None:
+        """Copy an idle prefix out of its cells; the oldest ones go where room is short."""
+        prefix = self._in_cells[seq_id]
+        prefix.state = self._memory.save(seq_id, whole=True)
+        prefix.is_settled = False
+        self._in_cells[seq_id] = _Prefix()
+        self._memory.remove(seq_id)
+        # What a longer prefix begins with is found there.
+        self._parked = [p for p in self._parked if not _begins(p.tokens, prefix.tokens)]
+        self._parked.append(prefix)
+        self._parked.sort(key=lambda p: p.used_at)
+        while self._parked and self.n_parked_bytes > self._parking_bytes:
+            del self._parked[0]
 
     def _empty(self, seq_id: int) -> None:
+        """Forget what lies under seq_id; what comes there next is settled if it is alone."""
         self._memory.remove(seq_id)
-        entry = self._entries[seq_id]
-        entry.tokens = []
-        entry.snapshots = {}
+        old = self._in_cells[seq_id]
+        is_alone = True
+        for other in self._in_cells:
+            if other is not old and (other.tokens or other.is_held):
+                other.is_settled = is_alone = False
+        self._in_cells[seq_id] = _Prefix(is_held=old.is_held, is_settled=is_alone)
 
-    def _touch(self, entry: _Entry) -> None:
+    def _seq_id(self, prefix: _Prefix) -> int:
+        return next((i for i, p in enumerate(self._in_cells) if p is prefix), -1)
+
+    def _touch(self, prefix: _Prefix) -> None:
         self._clock += 1
-        entry.used_at = self._clock
+        prefix.used_at = self._clock
 
 
 def _common(a: Seq[int], b: Seq[int]) -> int:
@@ -186,6 +268,10 @@ def _common(a: Seq[int], b: Seq[int]) -> int:
             stop = min(start + n_block, n)
             return next((i for i in range(start, stop) if a[i] != b[i]), stop)
     return n
+
+
+def _begins(a: Seq[int], b: Seq[int]) -> bool:
+    return len(a) <= len(b) and _common(a, b) == len(a)
 
 
 def _least_useful(positions: Seq[int]) -> int:

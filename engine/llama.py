@@ -250,19 +250,23 @@ class Context:
         first = int(c.llama_memory_seq_pos_min(self._memory, seq_id))
         return 0 <= first <= max(0, n_tokens - self._model.n_swa)
 
-    def save(self, seq_id: int) -> bytes:
-        """Return the part of a sequence's state that can't be cut (recurrent layers)."""
-        flags = c.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+    def save(self, seq_id: int, *, whole: bool) -> bytearray:
+        """Return the state of a sequence: whole, or only what can't be cut (recurrent layers)."""
+        flags = c.LLAMA_STATE_SEQ_FLAGS_NONE if whole else c.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
         n_bytes = c.llama_state_seq_get_size_ext(self._ctx, seq_id, flags)
-        buffer = (ctypes.c_uint8 * n_bytes)()
-        n = c.llama_state_seq_get_data_ext(self._ctx, buffer, n_bytes, seq_id, flags)
-        return bytes(memoryview(buffer)[:n])
+        state = bytearray(n_bytes)
+        buffer = (ctypes.c_uint8 * n_bytes).from_buffer(state)
+        n_written = c.llama_state_seq_get_data_ext(self._ctx, buffer, n_bytes, seq_id, flags)
+        if n_written != n_bytes:
+            raise RuntimeError(f"the state of sequence {seq_id} is {n_written} of {n_bytes} bytes")
+        return state
 
-    def restore(self, seq_id: int, state: bytes) -> bool:
-        """Put a state from save() back into a sequence; False if it does not fit."""
-        buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
-        flags = c.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
-        return bool(c.llama_state_seq_set_data_ext(self._ctx, buffer, len(state), seq_id, flags))
+    def restore(self, seq_id: int, state: bytearray, *, whole: bool) -> bool:
+        """Put a state from save() into a sequence, which is empty if whole; False if no room."""
+        flags = c.LLAMA_STATE_SEQ_FLAGS_NONE if whole else c.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+        buffer = (ctypes.c_uint8 * len(state)).from_buffer(state)
+        n_read = c.llama_state_seq_set_data_ext(self._ctx, buffer, len(state), seq_id, flags)
+        return bool(n_read == len(state))
 
     def close(self) -> None:
         if self._ctx:

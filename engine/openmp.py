@@ -1,7 +1,8 @@
-"""How the waiting threads of llama.cpp's OpenMP library behave; pure over the library's files."""
+"""How the waiting threads of llama.cpp's OpenMP library behave, as environment variables."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 # Measured: with passive waiting decode is three times slower, active waiting never sleeps; this many
@@ -23,3 +24,11 @@ def openmp_environment(package: Path) -> dict[str, str]:
         if b"libomp" in data or b"libiomp5" in data:
             return {"KMP_BLOCKTIME": str(KMP_BLOCK_MS)}
     return {}
+
+
+def installed_environment() -> dict[str, str]:
+    """Return openmp_environment of the installed llama.cpp, without loading it."""
+    spec = importlib.util.find_spec("llama_cpp")
+    if spec is None or spec.origin is None:
+        return {}
+    return openmp_environment(Path(spec.origin).parent)

@@ -26,6 +26,8 @@ DEFAULT_SLOTS = 4
 # Memory left to others: compute buffers, the interpreter, the rest of the machine.
 HEADROOM_BYTES = 512 << 20
 MIN_CTX = 256
+# Full contexts that may be parked outside the cells.
+N_PARKED = 4
 # Tokens of one forward pass; llama.cpp's own default.
 N_BATCH = 512
 
@@ -37,6 +39,8 @@ class ContextPlan:
     n_ctx: int
     n_cells: int
     n_bytes: int
+    parking_bytes: int = 1 << 30
+    """Memory for prefixes that are kept outside the cells."""
 
 
 def kv_bytes_per_cell(header: Header, kv_type: str) -> int:
@@ -78,7 +82,10 @@ def plan_context(
     # Cells beyond the first sequence's take at most half of the memory.
     n_cells = min(n_ctx * n_slots, max(n_ctx, n_fit // 2)) if widens else n_ctx
     n_cells = -(-n_cells // 256) * 256  # llama.cpp rounds up to this
-    return ContextPlan(n_ctx, n_cells, n_cells * bytes_per_cell)
+    n_bytes = n_cells * bytes_per_cell
+    # Half of what is left, and no more than what the cells can hold.
+    parking_bytes = max(min((budget_bytes - n_bytes) // 2, N_PARKED * n_ctx * bytes_per_cell), 0)
+    return ContextPlan(n_ctx, n_cells, n_bytes, parking_bytes)
 
 
 def plan_load(model: Model, settings: Settings, topology: Topology) -> Load:

@@ -20,23 +20,23 @@ class Tokenizer(Protocol):
 
 
 def tokenize_segments(
-    vocab: Tokenizer, segments: Sequence[Segment], *, is_raw: bool, is_continued: bool = False
+    vocab: Tokenizer, segments: Sequence[Segment], *, is_continued: bool = False
 ) -> list[int]:
-    """Return the tokens of segments with exactly the BOS that the vocabulary asks for.
+    """Return the tokens of segments with the BOS that the vocabulary asks for.
 
-    A rendered prompt has one BOS if the vocabulary adds one and none otherwise, whatever its
-    template writes; a raw prompt keeps the BOS that its text spells. A continued prompt follows
-    tokens that are there already and gets none.
+    If the vocabulary adds one there is exactly one, whether the text spells none or several;
+    otherwise the text is taken as it is (ChatML's BOS is the mark that begins every message). A
+    continued prompt follows tokens that are there already and gets none.
     """
     tokens: list[int] = []
     for segment in segments:
         tokens += vocab.tokenize(segment.text, parses_control=segment.is_trusted)
+    if not vocab.adds_bos:
+        return tokens
     n_bos = 0
     while n_bos < len(tokens) and tokens[n_bos] == vocab.bos:
         n_bos += 1
-    if vocab.adds_bos or not is_raw:
-        tokens = tokens[n_bos:]
-    return [vocab.bos, *tokens] if vocab.adds_bos and not is_continued else tokens
+    return tokens[n_bos:] if is_continued else [vocab.bos, *tokens[n_bos:]]
 
 
 def prompt_tokens(vocab: Tokenizer, request: Generate) -> list[int]:
@@ -48,7 +48,4 @@ def prompt_tokens(vocab: Tokenizer, request: Generate) -> list[int]:
     prefix = list(request.prefix_tokens)
     if not vocab.contains(prefix):
         raise InvalidRequest("context has token ids that are not in the model's vocabulary")
-    is_continued = bool(prefix)
-    return prefix + tokenize_segments(
-        vocab, request.prompt, is_raw=request.is_raw, is_continued=is_continued
-    )
+    return prefix + tokenize_segments(vocab, request.prompt, is_continued=bool(prefix))

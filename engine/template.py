@@ -208,14 +208,14 @@ class _Meter(threading.local):
 class _Metering(NodeTransformer):
     """Puts charges where a template can repeat, double or compare without calling a filter."""
 
-    def _tick_at_head(self, node: Any) -> nodes.Node:
+    def _tick_at_head(self, node: Any) -> Any:
         self.generic_visit(node)
         n_chars = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
         tick = _filter(nodes.Const(n_chars + 1, lineno=node.lineno), _TICK)
         node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
         if isinstance(node, nodes.For) and node.test is not None:
             node.test = nodes.And(tick, node.test, lineno=node.lineno)
-        return node  # type: ignore[no-any-return]
+        return node
 
     visit_For = visit_Macro = visit_CallBlock = visit_Block = visit_Template = _tick_at_head
 

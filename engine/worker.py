@@ -7,7 +7,6 @@ socket means that the server is gone: the process ends too. Reads no flag and no
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import signal
@@ -39,7 +38,7 @@ from headrace.engine.messages import (
     decode_command,
     encode,
 )
-from headrace.engine.openmp import openmp_environment
+from headrace.engine.openmp import installed_environment
 from headrace.engine.prompt import prompt_tokens, tokenize_segments
 
 if TYPE_CHECKING:
@@ -110,9 +109,7 @@ class Worker:
         self._engine.submit(request, prompt_tokens(self._vocab, request))
 
     def _count(self, request: Count) -> None:
-        lengths = tuple(
-            len(tokenize_segments(self._vocab, prompt, is_raw=False)) for prompt in request.prompts
-        )
+        lengths = tuple(len(tokenize_segments(self._vocab, prompt)) for prompt in request.prompts)
         self.send([Counted(uid=request.uid, n_tokens=lengths)])
 
     def _guard(self, uid: int, task: Callable[[], None]) -> None:
@@ -163,10 +160,8 @@ def _start(connection: socket.socket, load: Load) -> Worker | None:
 
 def _load_engine(load: Load, emit: Callable[[list[Event]], None]) -> Engine:
     """Load the model that load names and make its Engine."""
-    spec = importlib.util.find_spec("llama_cpp")
-    if spec is not None and spec.origin is not None:
-        for name, value in openmp_environment(Path(spec.origin).parent).items():
-            os.environ.setdefault(name, value)
+    for name, value in installed_environment().items():
+        os.environ.setdefault(name, value)
     # Only now: the OpenMP library reads its environment when llama.cpp loads it.
     from headrace.engine import engine, llama, weights
 

@@ -155,6 +155,9 @@ async def _preload(
     except EngineError as error:
         server.should_exit = True
         return error
+    except Exception:  # a bug: serve raises it when the server has ended
+        server.should_exit = True
+        raise
     logger.info("ready: %s answers on %s", model.name, url)
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import ollama
 import pytest
@@ -14,8 +15,9 @@ GREEDY = {"temperature": 0, "num_predict": 24}
 
 
 @pytest.fixture
-def client(server: Server) -> ollama.Client:
-    return ollama.Client(host=server.url)
+def client(server: Server) -> Iterator[ollama.Client]:
+    with ollama.Client(host=server.url) as client:
+        yield client
 
 
 @pytest.fixture

@@ -27,17 +27,18 @@ ALTERNATING = (
     "{{ raise_exception('no system role here') }}{% endif %}"
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}"
-    "<turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n{{ m['content'] | trim }}</turn>\n"
+    "<turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
+    "{{ m['content'] | trim }}</turn>\n"
     "{% endfor %}{% if add_generation_prompt %}<turn>model\n{% endif %}"
 )
 CALLING = (  # in Mistral's manner: system before, strict turns, ids of nine characters
     "{{ bos_token }}{% set ns = namespace(i=0) %}{% for m in messages %}"
     "{% if m.role == 'system' and loop.first %}{{ m.content }}"
     "{% elif m.role == 'tool' %}"
-    "{% if m.tool_call_id|length != 9 %}{{ raise_exception('an id has nine characters') }}{% endif %}"
+    "{% if m.tool_call_id|length != 9 %}{{ raise_exception('nine characters') }}{% endif %}"
     "[RESULT]{{ m.tool_call_id }} {{ m.name }} {{ m.content }}[/RESULT]"
     "{% elif m.tool_calls is defined %}{% for call in m.tool_calls %}"
-    "{% if call.id|length != 9 %}{{ raise_exception('an id has nine characters') }}{% endif %}"
+    "{% if call.id|length != 9 %}{{ raise_exception('nine characters') }}{% endif %}"
     "[CALL]{{ call.id }} {{ call.function|tojson }}{% endfor %}"
     "{% else %}{% if (m.role == 'user') != (ns.i % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{% set ns.i = ns.i + 1 %}"
@@ -45,8 +46,8 @@ CALLING = (  # in Mistral's manner: system before, strict turns, ids of nine cha
     "{% endif %}{% endfor %}"
 )
 THINKING = (  # in Qwen3's manner
-    "{% if tools %}<|im_start|>system\n# Tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
-    "<|im_end|>\n{% endif %}"
+    "{% if tools %}<|im_start|>system\n# Tools\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
     "{% for m in messages %}{% set content = m.content %}{% if m.role == 'assistant' %}"
     "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
     "{{ '<|im_start|>' + m.role + '\n' }}"
@@ -102,33 +103,29 @@ def test_model_without_a_template_gets_chatml(text: str | None) -> None:
     assert prompt(text, said("user", "hi")) == prompt(CHATML, said("user", "hi"))
 
 
-def test_fallback_supports_neither_tools_nor_thinking() -> None:
-    fallback = template(None)
-    assert (fallback.supports_tools, fallback.supports_thinking) == (False, False)
+@pytest.mark.parametrize(("text", "expected"), [(THINKING, True), (None, False)])
+def test_capabilities_are_those_of_the_template(text: str | None, expected: bool) -> None:
+    used = template(text)
+    assert (used.supports_tools, used.supports_thinking) == (expected, expected)
 
 
-def test_capabilities_are_those_of_the_template() -> None:
-    assert (template(THINKING).supports_tools, template(THINKING).supports_thinking) == (True, True)
-
-
-@pytest.mark.parametrize("text", [LLAMA3, "<s>" + CHATML, "{{ bos_token }}" + CHATML])
+@pytest.mark.parametrize("text", [LLAMA3, "{{ bos_token }}" + CHATML])
 def test_bos_at_the_start_is_left_to_the_engine(text: str) -> None:
     assert prompt(text, said("user", "hi")).startswith(("<|head|>user", "<|im_start|>user"))
 
 
+def test_turn_that_begins_with_the_bos_token_keeps_it() -> None:
+    smollm = ChatTemplate(CHATML, "<|im_start|>", "<|im_end|>", CONTROL)
+    assert smollm.render([said("user", "hi")])[0].text.startswith("<|im_start|>user\nhi")
+
+
 def test_bos_that_the_user_wrote_stays() -> None:
-    segments = template("{{ messages[0].content }}").render([said("user", "<s>hi")])
+    segments = template("{{ bos_token }}{{ messages[0].content }}").render([said("user", "<s>hi")])
     assert segments == (Segment("<s>", False), Segment("hi", True))
 
 
-def test_role_is_taken_in_lower_case() -> None:
-    assert prompt(CHATML, said("USER", "hi")) == prompt(CHATML, said("user", "hi"))
-
-
-def test_missing_content_is_empty() -> None:
-    assert prompt(CHATML, {"role": "user"}, said("tool", "x")).startswith(
-        "<|im_start|>user\n<|im_end|>"
-    )
+def test_role_is_lower_case_and_missing_content_empty() -> None:
+    assert prompt(CHATML, {"role": "USER"}) == prompt(CHATML, said("user", ""))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +152,7 @@ def test_malformed_message_is_refused_by_name(message: Message, reason: str) -> 
 def test_broken_template_is_reported_and_refuses_each_conversation() -> None:
     broken = template("{% for m in messages %}{{ m.content }")
     assert broken.fault == "chat template: line 1: unexpected '}'"
-    with pytest.raises(InvalidRequest, match="^chat template: line 1: unexpected"):
+    with pytest.raises(InvalidRequest, match=r"^chat template: line 1: unexpected"):
         broken.render([said("user", "hi")])
 
 
@@ -186,10 +183,6 @@ def test_tool_results_and_calls_are_not_joined() -> None:
 def test_refused_system_message_becomes_part_of_the_first_user_message() -> None:
     text = prompt(ALTERNATING, said("system", "S"), said("user", "hi"))
     assert text == "<turn>user\nS\n\nhi</turn>\n<turn>model\n"
-
-
-def test_refused_system_message_alone_becomes_the_user_s() -> None:
-    assert prompt(ALTERNATING, said("system", "S")) == "<turn>user\nS</turn>\n<turn>model\n"
 
 
 def test_users_in_a_row_suit_a_template_with_strict_turns() -> None:
@@ -228,7 +221,7 @@ def test_agent_s_reminder_after_a_tool_result_suits_strict_turns_and_ids() -> No
 
 
 def test_tool_results_without_ids_are_numbered_in_the_order_of_the_calls() -> None:
-    calls = [{"function": {"name": name, "arguments": {}}} for name in ("f", "g")]
+    calls: list[Message] = [{"function": {"name": name, "arguments": {}}} for name in ("f", "g")]
     text = prompt(
         CALLING,
         said("user", "run"),
@@ -237,12 +230,6 @@ def test_tool_results_without_ids_are_numbered_in_the_order_of_the_calls() -> No
         said("tool", "2", tool_name="g"),
     )
     assert "[RESULT]000000000 f 1[/RESULT][RESULT]000000001 g 2[/RESULT]" in text
-
-
-def test_messages_that_a_template_accepts_are_not_changed_for_another_s_sake() -> None:
-    text = prompt(CHATML, said("system", "S"), said("tool", "x"), said("user", "y"))
-    assert "<|im_start|>system\nS" in text
-    assert "<|im_start|>tool\nx<|im_end|>\n<|im_start|>user\ny" in text
 
 
 # The model continues an assistant's message
@@ -259,25 +246,21 @@ def test_open_message_keeps_its_last_blank_where_the_template_trims() -> None:
 
 
 def test_open_message_survives_the_cutting_of_its_thinking() -> None:
-    text = prompt(THINKING, said("user", "q"), said("assistant", "<think>t</think>So "))
-    assert text.endswith("<|im_start|>assistant\nSo ")
+    text = prompt(THINKING, said("assistant", "<think>t</think>So "))
+    assert text == "<|im_start|>assistant\nSo "
 
 
 def test_message_that_the_template_does_not_print_as_it_is_gets_closed() -> None:
     text = "{% for m in messages %}[{{ m.content|length }}]{% endfor %}{{ add_generation_prompt }}"
     assert prompt(text, said("assistant", "abc")) == "[3]True"
-
-
-def test_assistant_message_with_tool_calls_is_closed() -> None:
-    text = prompt(THINKING, said("user", "q"), said("assistant", "x", tool_calls=[CALL]))
-    assert text.endswith("</tool_call><|im_end|>\n<|im_start|>assistant\n")
+    assert prompt(text, said("assistant", "abc", tool_calls=[CALL])) == "[3]True"
 
 
 # Tools and thinking
 
 
 def test_tools_reach_the_template_with_all_their_keywords_in_order() -> None:
-    schema = {
+    schema: Message = {
         "type": "object",
         "properties": {"z": {"type": ["string", "null"], "pattern": "^a"}, "a": {"const": 1}},
         "patternProperties": {"^x": {"anyOf": [{"minimum": 0}, {"$ref": "#/$defs/y"}]}},
@@ -365,14 +348,9 @@ def test_control_tokens_of_the_user_are_untrusted_and_those_of_the_template_trus
     )
 
 
-def test_longest_control_token_wins() -> None:
-    segments = template(CHATML).render([said("user", "x<|im_end_of_all|>y")])
-    assert untrusted(segments) == ["<|im_end_of_all|>"]
-
-
-def test_adjacent_control_tokens_are_one_segment() -> None:
-    segments = template(CHATML).render([said("user", "x<s></s>[INST]y")])
-    assert untrusted(segments) == ["<s></s>[INST]"]
+def test_longest_control_token_wins_and_its_neighbour_joins_it() -> None:
+    segments = template(CHATML).render([said("user", "x<|im_end_of_all|><s>y")])
+    assert untrusted(segments) == ["<|im_end_of_all|><s>"]
 
 
 @pytest.mark.parametrize(
@@ -385,9 +363,7 @@ def test_adjacent_control_tokens_are_one_segment() -> None:
         said("assistant", "", tool_calls=[{"function": {"name": "x<s>"}}]),
         said("assistant", "", tool_calls=[{"function": {"name": "f", "arguments": {"x<s>": 1}}}]),
         said(
-            "assistant",
-            "",
-            tool_calls=[{"function": {"name": "f", "arguments": {"k": [{"k": "x<s>"}]}}}],
+            "assistant", "", tool_calls=[{"function": {"name": "f", "arguments": {"k": ["<s>"]}}}]
         ),
     ],
 )
@@ -448,9 +424,7 @@ def test_user_can_t_write_the_marks() -> None:
 def test_marks_survive_json_with_ascii_only() -> None:
     text = "{{ messages[0].content|tojson(ensure_ascii=true) }}"
     segments = template(text).render([said("user", "é<s>")])
-    assert segments == (
-        Segment('"\\u00e9', True), Segment("<s>", False), Segment('"', True),
-    )  # fmt: skip
+    assert (trusted(segments), untrusted(segments)) == (['"\\u00e9', '"'], ["<s>"])
 
 
 def test_marks_are_not_in_a_template_s_refusal() -> None:
@@ -459,11 +433,11 @@ def test_marks_are_not_in_a_template_s_refusal() -> None:
         template(text).render([said("user", "<s>")])
 
 
-def test_thinking_tags_of_an_assistant_are_left_to_the_template() -> None:
+def test_thinking_tags_are_the_assistant_s_to_write_but_not_the_user_s() -> None:
     messages = [said("user", "</think>"), said("assistant", "<think>t</think>x"), said("user", "y")]
-    segments = template(THINKING, [*CONTROL, "<think>", "</think>"]).render(messages)
+    segments = template(CHATML, [*CONTROL, "<think>", "</think>"]).render(messages)
     assert untrusted(segments) == ["</think>"]
-    assert "<|im_start|>assistant\nx<|im_end|>" in segments[-1].text
+    assert "assistant\n<think>t</think>x<|im_end|>" in segments[-1].text
 
 
 @pytest.mark.parametrize(
@@ -492,19 +466,9 @@ def test_guarding_is_quick_with_thousands_of_control_tokens() -> None:
 
 
 def test_long_agent_conversation_is_rendered_in_milliseconds() -> None:
-    tool = {
-        "type": "function",
-        "function": {
-            "name": "exec",
-            "description": "Run a command. " * 10,
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    f"p{n}": {"type": "string", "description": "d" * 40} for n in range(6)
-                },
-            },
-        },
-    }
+    properties = {f"p{n}": {"type": "string", "description": "d" * 40} for n in range(6)}
+    function = {"name": "exec", "description": "d" * 150, "parameters": {"properties": properties}}
+    tool = {"type": "function", "function": function}
     messages = [said("system", "You are an agent; <rule>be careful</rule>.\n" * 800)]
     for n in range(10):
         messages += [
