@@ -58,8 +58,9 @@ class Engine:
         self._running: list[Sequence] = []
         self._events: list[Event] = []
         self._is_stopping = False
+        self._is_crowded = False
         self._prefill_tokens_per_s = 0.0
-        self._batch = Batch(max(load.n_batch, load.n_slots))
+        self._batch = Batch(max(load.n_batch, load.n_slots + 1))
         self._open_context(plan_context(load.n_ctx))
 
     # ---- any thread ----
@@ -193,7 +194,12 @@ class Engine:
                 return
 
     def _admit(self) -> None:
-        """Give free slots to waiting sequences, in order; a new context needs all slots free."""
+        """Give free slots to waiting sequences, in order; a new context needs all slots free.
+
+        After a sequence had to give up its cells nobody takes them until another one has left.
+        """
+        if self._is_crowded and self._running:
+            return
         while self._waiting and len(self._running) < self._load.n_slots:
             sequence = self._waiting[0]
             if self._needs_context(sequence):
@@ -243,8 +249,9 @@ class Engine:
         # state is as large for an idle id as for a running one.
         n_slots = self._load.n_slots
         n_seqs = n_slots + (1 if self.model.is_recurrent else n_slots)
+        self._companion_id = n_seqs
         self._context = Context(
-            self.model, n_cells=plan.n_cells, n_seqs=n_seqs, n_batch=self._load.n_batch,
+            self.model, n_cells=plan.n_cells, n_seqs=n_seqs + 1, n_batch=self._load.n_batch,
             n_threads=self._load.n_threads, n_threads_batch=self._load.n_threads_batch,
             kv_type=self._load.kv_type,
         )  # fmt: skip
@@ -298,11 +305,16 @@ class Engine:
         When cells are short, an idle prefix leaves them first; then the youngest sequence does and
         queues again. Any other failure ends the sequences of the batch.
         """
+        has_companion = self._batch.n_tokens == 1 and self._cache.wants_company(sequences[0].seq_id)
+        if has_companion:
+            self._batch.add_companion(self._companion_id)
         while (status := self._context.decode(self._batch)) == 1:
             if self._cache.evict():
                 continue
             self._preempt(self._running[-1])
             return False
+        if has_companion:
+            self._context.remove(self._companion_id)
         if status == 0:
             return True
         error = ModelUnusable(f"evaluating a batch failed with status {status}")
@@ -316,6 +328,7 @@ class Engine:
         self._running.remove(sequence)
         self._cache.release(sequence.seq_id)
         self._cache.evict()
+        self._is_crowded = True
         sequence.n_past = 0
         sequence.move("preempt")
         self._waiting.appendleft(sequence)
@@ -379,6 +392,7 @@ class Engine:
     def _leave(self, sequence: Sequence, *, keeps_prefix: bool = True) -> None:
         """Take a running sequence out of its slot."""
         self._running.remove(sequence)
+        self._is_crowded = False
         if keeps_prefix:
             self._cache.release(sequence.seq_id)
         else:

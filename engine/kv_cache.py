@@ -122,6 +122,16 @@ class KVCache:
         if not self._memory.restore(seq_id, state, whole=True):
             raise RuntimeError(f"the state of sequence {seq_id} does not fit where it came from")
 
+    def wants_company(self, seq_id: int) -> bool:
+        """Tell whether a lone token of a short sequence would get another kernel for its neighbours.
+
+        Then the pass must have a second token, as it has when the neighbours decode too.
+        """
+        prefix = self._in_cells[seq_id]
+        if prefix.is_settled or len(prefix.tokens) > MAX_SETTLED_TOKENS:
+            return False
+        return sum(len(p.tokens) for p in self._in_cells) >= MAX_SETTLED_TOKENS
+
     def release(self, seq_id: int) -> None:
         """Give up a held id; its tokens stay as a prefix for later prompts."""
         prefix = self._in_cells[seq_id]

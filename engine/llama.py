@@ -183,6 +183,17 @@ class Batch:
         wants[-1] = is_last
         self.fill(tokens, range(first, first + n), [seq_id] * n, wants)
 
+    @property
+    def n_tokens(self) -> int:
+        return int(self._batch.n_tokens)
+
+    def add_companion(self, seq_id: int) -> None:
+        """Append a token whose result nobody wants, at the start of an empty sequence."""
+        batch, i = self._batch, self.n_tokens
+        batch.token[i], batch.pos[i], batch.n_seq_id[i] = batch.token[0], 0, 1
+        batch.seq_id[i][0], batch.logits[i] = seq_id, False
+        batch.n_tokens = i + 1
+
     def close(self) -> None:
         if self._batch is not None:
             c.llama_batch_free(self._batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,20 @@ from headrace.engine.messages import (
 from headrace.engine.placement import ContextPlan
 
 _SAMPLING = {f.name for f in msgspec.structs.fields(SamplingParams)}
+_WORDS = (
+    "river stone lamp garden paper window silver horse bread music table winter apple ship forest"
+    " mirror candle bridge engine salt copper letter island rabbit ladder"
+).split()
+
+
+def song(seed: int, n_lines: int = 4) -> str:
+    """Return a line of 20 random words, n_lines times, and the first word of another one.
+
+    What follows is so certain that other kernels, which move a logit of these small quantised
+    models by as much as 1, don't change it; and it can't be known without the lines.
+    """
+    words = random.Random(seed).sample(_WORDS, 20)
+    return (" ".join(words) + "\n") * n_lines + words[0]
 
 
 @dataclass(eq=False)
