@@ -165,7 +165,7 @@ class Settings:
     )
     context: int = _setting(_COUNT, "4096", "context of a slot in tokens", "OLLAMA_CONTEXT_LENGTH")
     parallel: int = _setting(
-        _PARALLEL, "0", "slots of a model, 0 for 1 to 4 by memory", "OLLAMA_NUM_PARALLEL"
+        _PARALLEL, "0", "requests that one model answers at once, 0 for 4", "OLLAMA_NUM_PARALLEL"
     )
     threads: int = _setting(
         _THREADS, "0", "compute threads, 0 for one per physical performance core"

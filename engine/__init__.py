@@ -1,1 +1,1 @@
-"""Runs GGUF models: files, hardware, llama.cpp, scheduling, sampling, chat templates; knows no HTTP."""
+"""Runs GGUF models: files, hardware, llama.cpp, scheduling, sampling, templates; knows no HTTP."""

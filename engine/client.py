@@ -43,7 +43,7 @@ RequestEvent = Accepted | Token | Done | Failed | Counted
 
 
 class Stream:
-    """The events of one request, in order; ends with Done, Failed or Counted, or raises EngineDied."""
+    """The events of one request, in order; the last is Done, Failed, Counted, or an EngineDied."""
 
     def __init__(self, client: EngineClient, uid: int) -> None:
         self._client = client
@@ -176,7 +176,7 @@ class EngineClient:
             self._send(Cancel(uid))
 
     async def close(self) -> None:
-        """End the process: close its socket, then SIGTERM, then SIGKILL; returns when it is gone."""
+        """End the process, by closing its socket, SIGTERM, or SIGKILL; returns when it is gone."""
         if self._transport is not None:
             self._transport.close()
         if self._process is None:

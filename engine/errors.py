@@ -32,7 +32,7 @@ class PromptTooLong(InvalidRequest):
         # to start a compaction; the rest tells a person what to change.
         super().__init__(
             f"prompt too long; exceeded max context length by {n_prompt - n_ctx + 1} tokens"
-            f" (the prompt has {n_prompt}; a context of {n_ctx} holds {n_ctx - 1} and one answer token)"
+            f" (it has {n_prompt}; a context of {n_ctx} holds {n_ctx - 1} and one token of answer)"
         )
         self.n_prompt, self.n_ctx = n_prompt, n_ctx
 
@@ -54,7 +54,7 @@ class ModelUnusable(EngineError):
 
 
 class ModelFileError(ModelUnusable):
-    """The model file is not a valid GGUF; the message names path, what was found, what was expected."""
+    """The model file is not a valid GGUF; the message names path, what was found and expected."""
 
 
 class EngineDied(EngineError):

@@ -1,12 +1,12 @@
 """Which sequence's tokens lie in the KV cache, and what a new prompt can reuse of what was there.
 
-The owner of llama.cpp's sequence ids. Cells hold the running sequences and those that finished since
-somebody was last running alone; when a request begins alone, idle prefixes are parked: copied out of
+The owner of llama.cpp's sequence ids. Cells hold the running sequences and those that finished
+since somebody last ran alone; when a request begins alone, idle prefixes are parked: copied out of
 the cells into plain memory, from where they come back when a prompt begins like them. So idle
 conversations don't slow down the attention of running ones. While sequences run nothing is removed
-from the cells if it can be avoided: new tokens would fill the holes, attention would meet a
-sequence's tokens in another order, and its numbers would change in the last bits. Knows token ids and
-the few memory operations of a context, no requests.
+from the cells if it can be avoided: new tokens would fill the holes, attention would meet the
+tokens of a sequence in another order, and its numbers would change in the last bits. Knows token
+ids and the few memory operations of a context, no requests.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class KVCache:
         return target, n_cached
 
     def extend(self, seq_id: int, tokens: Seq[int], *, saves: bool = False) -> None:
-        """Record that tokens were evaluated; with saves, keep a snapshot of the state after them."""
+        """Record that tokens were evaluated; with saves, snapshot the state after them."""
         prefix = self._in_cells[seq_id]
         prefix.tokens.extend(tokens)
         if saves and not self._can_cut:
@@ -123,7 +123,7 @@ class KVCache:
             raise RuntimeError(f"the state of sequence {seq_id} does not fit where it came from")
 
     def wants_company(self, seq_id: int) -> bool:
-        """Tell whether a lone token of a short sequence would get another kernel for its neighbours.
+        """Tell whether a lone token of a short sequence would get another kernel because of others.
 
         Then the pass must have a second token, as it has when the neighbours decode too.
         """

@@ -99,8 +99,8 @@ class Details:
 class Model:
     """A model that can be loaded.
 
-    digest is the SHA-256 of the template and of each file's header, size, mtime and inode: a hash of
-    all the content would read 40 GB at the start. It is stable over restarts and changes with them.
+    digest is the SHA-256 of the template and of each file's header, size, mtime and inode: a hash
+    of all the content would read 40 GB at the start. It is stable and changes with any of them.
     """
 
     name: Name

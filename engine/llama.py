@@ -35,7 +35,7 @@ _recent_errors: deque[str] = deque(maxlen=8)
 
 @c.llama_log_callback  # type: ignore[untyped-decorator]
 def _log(level: int, text: bytes, _user_data: Any) -> None:
-    """Keep llama.cpp's errors as reasons for our own, which name the file; the rest is for debug."""
+    """Keep llama.cpp's errors as reasons for ours, which name the file; all else is for debug."""
     line = text.decode("utf-8", "replace").strip(" .\n")
     if not line:
         return

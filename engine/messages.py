@@ -68,9 +68,9 @@ class Generate(Message, frozen=True, kw_only=True):
     prompt: tuple[Segment, ...]
     sampling: SamplingParams = SamplingParams()
     n_ctx: int = 0
-    """Context asked for this request; 0: whatever is loaded. Another value re-creates the context."""
+    """Context asked for; 0: whatever is loaded. Another size re-creates the context."""
     n_predict: int = -1
-    """Tokens to generate; -1: until the end or 10 contexts; -2: until the context is full; 0: none."""
+    """Tokens to generate; -1: to the end or 10 contexts; -2: to the context's end; 0: none."""
     n_keep: int = 4
     """Prompt tokens kept when the context shifts; -1: the whole prompt."""
     stop: tuple[str, ...] = ()
@@ -155,7 +155,7 @@ class Token(Message, frozen=True, kw_only=True):
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts and durations of one finished request; n_prompt includes the n_cached reused tokens."""
+    """Counts and durations of a finished request; n_prompt includes the n_cached reused tokens."""
 
     n_prompt: int
     n_cached: int

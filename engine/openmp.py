@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-# Measured: with passive waiting decode is three times slower, active waiting never sleeps; this many
-# spins are as fast as active and sleep after about 0.1 s.
+# Measured: with passive waiting decode is three times slower, active waiting never sleeps; this
+# many spins are as fast as active and sleep after about 0.1 s.
 GOMP_SPINS = 3_000_000
 # The same for LLVM's and Intel's library: milliseconds of spinning before sleep.
 KMP_BLOCK_MS = 100

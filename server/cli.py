@@ -19,12 +19,14 @@ from pathlib import Path
 
 import uvloop
 
-from headrace.config import Loaded, SettingsError, load
+from headrace.config import Loaded, Settings, SettingsError, load
 from headrace.config.settings import describe
-from headrace.engine.errors import EngineError
-from headrace.engine.hardware import read_topology
+from headrace.engine.errors import EngineError, ModelUnusable
+from headrace.engine.hardware import this_machine
 from headrace.engine.library import Library
+from headrace.engine.openmp import installed_environment
 from headrace.engine.placement import plan_load
+from headrace.engine.template import JinjaTemplate
 from headrace.server import app, log
 from headrace.server.models import Models
 
@@ -77,7 +79,7 @@ def _serve(arguments: Sequence[str]) -> int:
     """Serve until a signal comes; models are checked before the port is taken."""
     loaded = load(arguments, os.environ)
     if loaded.show_config:
-        print(describe(loaded))
+        print(describe(loaded), _derived(loaded.settings), sep="\n")
         return OK
     if not loaded.models:
         raise SettingsError("no model is given, expected the path of a GGUF file")
@@ -95,8 +97,7 @@ def _serve(arguments: Sequence[str]) -> int:
 
 
 async def _run(loaded: Loaded, library: Library, listener: socket.socket) -> EngineError | None:
-    topology = read_topology(Path("/"), frozenset(os.sched_getaffinity(0)))
-    models = Models(library, loaded.settings, partial(plan_load, topology=topology))
+    models = Models(library, loaded.settings, partial(plan_load, topology=this_machine()))
     first = next(model for model in library.models if model.path == loaded.models[0])
     url = app.url_of(listener)
     logger.info("headrace %s listens on %s and loads %s", _version(), url, first.name)
@@ -107,14 +108,31 @@ def _template(path: str) -> str | None:
     """Return the text of the chat template that replaces the models' own, or None.
 
     Raises:
-        SettingsError: the file can't be read as text.
+        ModelUnusable: the file can't be read as text, or is no template.
     """
     if not path:
         return None
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"chat_template_file {path}: {error}, expected a text file") from error
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelUnusable(f"{path}: can't be read: {_reason(error).lower()}") from error
+    except UnicodeDecodeError as error:
+        raise ModelUnusable(f"{path}: is not UTF-8 text, expected a Jinja template") from error
+    if fault := JinjaTemplate(text).fault:
+        raise ModelUnusable(f"{path}: {fault}")
+    return text
+
+
+def _derived(settings: Settings) -> str:
+    """Return what is made of the settings and the machine, as --show-config prints it."""
+    topology = this_machine()
+    n_threads = settings.threads or topology.default_threads
+    lines = [f"compute threads = {n_threads} (of {len(topology.cpus)} CPUs)"]
+    for name, value in installed_environment().items():
+        known = os.environ.get(name)
+        source = "environment" if known else "set in the engine process for llama.cpp's OpenMP"
+        lines.append(f"{name} = {known or value} ({source})")
+    return "\n".join(lines)
 
 
 def _version() -> str:

@@ -76,12 +76,25 @@ def test_port_that_is_taken_is_one_line_and_1(
     )
 
 
-def test_chat_template_that_is_missing_is_told(
-    tiny_gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(None, "no such file"), (b"\xff", "not UTF-8"), (b"{% if %}", "line 1")],
+)
+def test_unreadable_chat_template_is_one_line_and_status_1(
+    tiny_gguf: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: bytes | None,
+    reason: str,
 ) -> None:
-    path = str(tmp_path / "no.jinja")
-    assert main(["serve", str(tiny_gguf), "--chat-template-file", path]) == 2
-    assert path in capsys.readouterr().err
+    path = tmp_path / "chat.jinja"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["serve", str(tiny_gguf), "--chat-template-file", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert str(path) in error
+    assert reason in error
+    assert error.count("\n") == 1
 
 
 def test_server_process_loads_no_engine_code() -> None:

@@ -1,8 +1,8 @@
 """Eight concurrent streams: headrace against the Python server of llama-cpp-python.
 
 Same model, same threads, same greedy requests of both, one server at a time, interleaved. Timed:
-from the first request to the last token; loading is outside. Needs llama-cpp-python's `server` extra
-in the same environment. Wanted: 1.4 times its tokens/s, a quarter of its p95 TTFT.
+from the first request to the last token; loading is outside. Needs the `server` extra of
+llama-cpp-python in the same environment. Wanted: 1.4 times its tokens/s, a quarter of its p95 TTFT.
 """
 
 from __future__ import annotations

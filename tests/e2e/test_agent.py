@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from serving import Server, stream
+from serving import Server, serve, stream
 
 pytestmark = pytest.mark.e2e
 
 N_CTX = 32768
+# Gemma 3 270M comes without a chat template; this one is Gemma's, with tools.
+TEMPLATE = """{{ bos_token }}{% for message in messages %}<start_of_turn>\
+{{ 'model' if message.role == 'assistant' else message.role }}
+{{ message.content }}{% if loop.first and tools %}
+Tools: {{ tools | tojson }}{% endif %}<end_of_turn>
+{% endfor %}{% if add_generation_prompt %}<start_of_turn>model
+{% endif %}"""
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"Use {name} on a path of the workspace.",
+            "parameters": {
+                "type": "object",
+                "properties": {"path": {"type": ["string", "null"], "minLength": 1}},
+                "required": ["path"],
+                "patternProperties": {"^x-": {"type": "string"}},
+            },
+        },
+    }
+    for name in ("apply_patch", "edit", "exec", "ls", "read", "write")
+]
 RULES = " ".join(
     f"Rule {n}: when file {n} of the workspace changes, read it again before you edit it, "
     f"keep its style, and say in one sentence what you did to part {n % 17}."
@@ -28,6 +53,7 @@ def body(name: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
         "model": name,
         "messages": messages,
         "stream": True,
+        "tools": TOOLS,
         "options": {"num_ctx": N_CTX, "num_predict": 16, "temperature": 0},
         "think": False,
         "truncate": False,
@@ -35,9 +61,20 @@ def body(name: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(scope="module")
+def server(gemma3_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("agent")
+    template = folder / "chat.jinja"
+    template.write_text(TEMPLATE)
+    with serve(
+        gemma3_path, folder / "log", "--chat-template-file", str(template), "--parallel", "2"
+    ) as server:
+        yield server
+
+
 @pytest.mark.timeout(400)
-def test_second_turn_of_a_12000_token_chat_evaluates_only_its_tail(gemma3_server: Server) -> None:
-    server, name = gemma3_server, gemma3_server.names()[0]
+def test_second_turn_of_a_12000_token_chat_evaluates_only_its_tail(server: Server) -> None:
+    name = server.names()[0]
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": RULES},
         {"role": "user", "content": "[Mon 2026-11-30 14:40 UTC] Which rule is about file 12?"},
@@ -59,10 +96,8 @@ def test_second_turn_of_a_12000_token_chat_evaluates_only_its_tail(gemma3_server
 
 
 @pytest.mark.timeout(400)
-def test_prompt_above_the_window_gets_the_400_that_starts_a_compaction(
-    gemma3_server: Server,
-) -> None:
-    server, name = gemma3_server, gemma3_server.names()[0]
+def test_prompt_above_the_window_gets_the_400_that_starts_a_compaction(server: Server) -> None:
+    name = server.names()[0]
     messages = [{"role": "system", "content": RULES * 4}, {"role": "user", "content": "hi"}]
     answer = httpx.post(f"{server.url}/api/chat", json=body(name, messages), timeout=120)
     assert answer.status_code == 400
