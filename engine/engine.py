@@ -33,6 +33,9 @@ from headrace.engine.sequence import Sequence, State
 
 logger = logging.getLogger(__name__)
 
+# Prefixes that may stay in cells beside running sequences.
+N_SPARE_IDS = 8
+
 Emit = Callable[[list[Event]], None]
 PlanContext = Callable[[int], ContextPlan]
 
@@ -245,10 +248,9 @@ class Engine:
         return True
 
     def _open_context(self, plan: ContextPlan) -> None:
-        # Spare ids let a prompt share the cells of an idle prefix while others run. A recurrent
-        # state is as large for an idle id as for a running one.
-        n_slots = self._load.n_slots
-        n_seqs = n_slots + (1 if self.model.is_recurrent else n_slots)
+        # Spare ids let prompts share the cells of idle prefixes, and keep those that can't be
+        # parked. A recurrent state is as large for an idle id as for a running one.
+        n_seqs = self._load.n_slots + (1 if self.model.is_recurrent else N_SPARE_IDS)
         self._companion_id = n_seqs
         self._context = Context(
             self.model, n_cells=plan.n_cells, n_seqs=n_seqs + 1, n_batch=self._load.n_batch,

@@ -28,6 +28,7 @@ class Memory(Protocol):
     def remove(self, seq_id: int, first: int = 0) -> bool: ...
     def copy(self, source: int, target: int, n_tokens: int) -> None: ...
     def holds_window(self, seq_id: int, n_tokens: int) -> bool: ...
+    def saves_window(self, n_saved: int, n_tokens: int) -> bool: ...
     def save(self, seq_id: int, *, whole: bool) -> bytearray: ...
     def restore(self, seq_id: int, state: bytearray, *, whole: bool) -> bool: ...
 
@@ -77,7 +78,9 @@ class KVCache:
         """
         source, n_cached = self._best_source(prompt)
         takes_over = source is not None and self._takes_over(source, n_cached)
-        stays = source if takes_over and source is not None and source.is_settled else None
+        stays = None
+        if source is not None and takes_over and source.state is None:
+            stays = source if source.is_settled or self._loses(source) else None
         if not self.n_held:
             self._park_idle(but=stays)
         target = self._seq_id(stays) if stays is not None else self._spare_id(source)
@@ -145,8 +148,11 @@ class KVCache:
         self._empty(seq_id)
 
     def evict(self) -> bool:
-        """Park what lies in cells and is not held; False if there is nothing."""
-        return self._park_idle()
+        """Park the prefix in cells that was not used for longest; False if there is none."""
+        idle = self._idle_ids()
+        if idle:
+            self._park(idle[0])
+        return bool(idle)
 
     @property
     def n_held(self) -> int:
@@ -175,12 +181,15 @@ class KVCache:
 
     def _usable(self, prefix: _Prefix, n: int) -> int:
         """Return how many of the first n tokens of a prefix evaluation can go on from."""
-        if self._can_cut:
-            is_whole = prefix.state is not None or n <= 0
-            return n if is_whole or self._memory.holds_window(self._seq_id(prefix), n) else 0
-        if n == len(prefix.tokens):
-            return n
-        return max((at for at in prefix.snapshots if at <= n), default=0)
+        if not self._can_cut and n < len(prefix.tokens):
+            n = max((at for at in prefix.snapshots if at <= n), default=0)
+        if n <= 0:
+            return 0
+        if prefix.state is None:
+            holds = self._memory.holds_window(self._seq_id(prefix), n)
+        else:
+            holds = self._memory.saves_window(len(prefix.tokens), n)
+        return n if holds else 0
 
     def _takes_over(self, source: _Prefix, n_cached: int) -> bool:
         """Tell whether a prompt replaces the prefix that it begins with.
@@ -210,6 +219,8 @@ class KVCache:
             self._memory.copy(self._seq_id(source), target, n)
             prefix.tokens = source.tokens[:n]
             return True
+        if not self._memory.saves_window(len(source.tokens), n):
+            return False  # it was in cells, whole, and has been parked for this prompt
         state = source.state or self._memory.save(self._seq_id(source), whole=True)
         if not self._memory.restore(target, state, whole=True):
             return False
@@ -230,13 +241,25 @@ class KVCache:
         del prefix.tokens[n:]
         return self._memory.remove(seq_id, n)
 
-    def _park_idle(self, but: _Prefix | None = None) -> bool:
-        """Park every prefix that is in cells and not held, but one; tell whether there was any."""
+    def _park_idle(self, but: _Prefix | None = None) -> None:
+        """Park the prefixes that are in cells and not held, except one and those it would cost."""
+        for seq_id in self._idle_ids():
+            prefix = self._in_cells[seq_id]
+            if prefix is not but and not self._loses(prefix):
+                self._park(seq_id)
+
+    def _idle_ids(self) -> list[int]:
+        """Return the ids whose tokens are in cells and not held, the least recently used first."""
         idle = [i for i, p in enumerate(self._in_cells) if p.tokens and not p.is_held]
-        idle = [i for i in idle if self._in_cells[i] is not but]
-        for seq_id in sorted(idle, key=lambda i: self._in_cells[i].used_at):
-            self._park(seq_id)
-        return bool(idle)
+        return sorted(idle, key=lambda i: self._in_cells[i].used_at)
+
+    def _loses(self, prefix: _Prefix) -> bool:
+        """Tell whether a prefix could no more be cut once it is parked.
+
+        A saved state has only the last window of sliding-window layers.
+        """
+        n = len(prefix.tokens)
+        return self._can_cut and not self._memory.saves_window(n, n - 1)
 
     def _park(self, seq_id: int) -> None:
         """Copy an idle prefix out of its cells; the oldest ones go where room is short."""

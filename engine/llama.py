@@ -261,6 +261,11 @@ class Context:
         first = int(c.llama_memory_seq_pos_min(self._memory, seq_id))
         return 0 <= first <= max(0, n_tokens - self._model.n_swa)
 
+    def saves_window(self, n_saved: int, n_tokens: int) -> bool:
+        """Tell the same of a whole state of n_saved tokens: it has the window of its end only."""
+        n_swa = self._model.n_swa
+        return n_swa <= 0 or n_saved <= n_swa or n_tokens >= n_saved
+
     def save(self, seq_id: int, *, whole: bool) -> bytearray:
         """Return the state of a sequence: whole, or only what can't be cut (recurrent layers)."""
         flags = c.LLAMA_STATE_SEQ_FLAGS_NONE if whole else c.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,9 @@ N_STREAMS = 8
 N_TOKENS = 96
 N_RUNS = 3
 PROMPTS = [f"Write a story about {n} ships at sea." for n in range(2, 2 + N_STREAMS)]
+
+
+Ask = Callable[[int, dict[str, Any], str], Awaitable[list[int]]]
 
 
 class Run(NamedTuple):
@@ -64,7 +67,7 @@ def main() -> None:
     report("headrace / llama_cpp.server, TTFT p95", ttft, "ratio", wanted=0.25)
 
 
-def measure(pid: int, port: int, ask: Any, body: dict[str, Any]) -> Run:
+def measure(pid: int, port: int, ask: Ask, body: dict[str, Any]) -> Run:
     """Send all prompts at once; ask returns the times of the tokens of one answer."""
 
     async def all_at_once() -> list[list[int]]:

@@ -57,7 +57,7 @@ async def server_speed(server: Server, body: dict[str, Any], n_streams: int) -> 
     answers = await asyncio.gather(
         *(read_stream(server.port, "/api/generate", body) for _ in range(n_streams))
     )
-    n_tokens = sum(records[-1].data["eval_count"] for records in answers)
+    n_tokens = sum(int(records[-1].data["eval_count"]) for records in answers)
     return n_tokens / (time.perf_counter() - started)
 
 

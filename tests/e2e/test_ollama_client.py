@@ -44,7 +44,7 @@ def test_show_has_what_the_client_needs(client: ollama.Client, model: str) -> No
 def test_generate_streams_what_it_says_whole(client: ollama.Client, model: str) -> None:
     whole = client.generate(model, "The sea is", options=GREEDY)
     parts = list(client.generate(model, "The sea is", options=GREEDY, stream=True))
-    assert "".join(part.response for part in parts) == whole.response
+    assert "".join(part.response or "" for part in parts) == whole.response
     assert len(parts) > 3
     assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
     assert parts[-1].eval_count == whole.eval_count

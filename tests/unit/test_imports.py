@@ -18,7 +18,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server": {"config", "engine"},
 }
 NEAR_SIDE = {
-    "chat", "client", "errors", "gguf", "hardware", "library", "messages", "placement", "template",
+    "chat", "client", "errors", "gguf", "hardware", "library", "messages", "openmp", "placement",
+    "template",
 }  # fmt: skip
 # Commands that are a process of their own; cli.py imports them when they are asked for.
 IN_PROCESS = {"checksum.py"}
@@ -111,9 +112,7 @@ def test_one_file_alone_knows_a_foreign_thing(foreign: str) -> None:
 def test_engine_takes_values_not_settings() -> None:
     for path in files("engine"):
         at_runtime = imports(path, at_runtime=True)
-        assert not [name for name in at_runtime if name.startswith("headrace.config")], (
-            path
-        )
+        assert not [name for name in at_runtime if name.startswith("headrace.config")], path
 
 
 def test_engine_init_brings_nothing_along() -> None:

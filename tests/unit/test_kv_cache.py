@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from headrace.engine.kv_cache import MAX_SNAPSHOTS, KVCache
+from headrace.engine.kv_cache import MAX_SETTLED_TOKENS, MAX_SNAPSHOTS, KVCache
 
 
 class Cells:
@@ -57,6 +57,9 @@ class Cells:
     def holds_window(self, seq_id: int, n_tokens: int) -> bool:
         return True
 
+    def saves_window(self, n_saved: int, n_tokens: int) -> bool:
+        return True
+
     def save(self, seq_id: int, *, whole: bool) -> bytearray:
         assert whole, "cells need no snapshots"
         return bytearray(json.dumps(self.tokens(seq_id)).encode())
@@ -89,13 +92,36 @@ class States(Cells):
         return super().restore(seq_id, state, whole=True)
 
 
-class Window(Cells):
-    """A memory that may have lost the first positions of its sequences."""
+class Windows(Cells):
+    """A memory with a sliding window: what is saved of a sequence has the window of its end."""
 
-    is_whole = True
+    n_window = 3
+
+    def __init__(self, n_seqs: int, n_cells: int = 1 << 14) -> None:
+        super().__init__(n_seqs, n_cells)
+        self.first = [0] * n_seqs
+        """For each sequence id, the first position that later ones can look at."""
+
+    def remove(self, seq_id: int, first: int = 0) -> bool:
+        if not first:
+            self.first[seq_id] = 0
+        return super().remove(seq_id, first)
+
+    def copy(self, source: int, target: int, n_tokens: int) -> None:
+        super().copy(source, target, n_tokens)
+        self.first[target] = self.first[source]
 
     def holds_window(self, seq_id: int, n_tokens: int) -> bool:
-        return self.is_whole
+        return self.first[seq_id] <= max(0, n_tokens - self.n_window)
+
+    def saves_window(self, n_saved: int, n_tokens: int) -> bool:
+        return n_saved <= self.n_window or n_tokens >= n_saved
+
+    def restore(self, seq_id: int, state: bytearray, *, whole: bool) -> bool:
+        if not super().restore(seq_id, state, whole=whole):
+            return False
+        self.first[seq_id] = max(0, len(self.places[seq_id]) - self.n_window)
+        return True
 
 
 # Two kinds of token and few beginnings: prompts that share prefixes, extend or contradict others.
@@ -111,14 +137,15 @@ N_SEQS, N_CELLS, PARKING_BYTES = 4, 48, 150
 class CacheOnCells(RuleBasedStateMachine):
     """What an engine does to its cache, in any order."""
 
-    can_cut = True
+    kind = Cells
+    parks_all = True
+    """Whether an idle prefix can leave the cells without a loss."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory = (Cells if self.can_cut else States)(N_SEQS, N_CELLS)
-        self.cache = KVCache(
-            self.memory, N_SEQS, can_cut=self.can_cut, parking_bytes=PARKING_BYTES
-        )  # fmt: skip
+        self.memory = self.kind(N_SEQS, N_CELLS)
+        can_cut = self.kind is not States
+        self.cache = KVCache(self.memory, N_SEQS, can_cut=can_cut, parking_bytes=PARKING_BYTES)
         self.held: dict[int, list[int]] = {}
 
     def choose(self, data: st.DataObject) -> int:
@@ -130,6 +157,9 @@ class CacheOnCells(RuleBasedStateMachine):
         seq_id, n_cached = self.cache.acquire(prompt)
         assert seq_id not in self.held
         assert n_cached < len(prompt)
+        assert self.memory.holds_window(seq_id, n_cached)
+        if not self.held and self.parks_all:  # one that runs alone has all cells for itself
+            assert len(self.memory.cells) == n_cached
         self.held[seq_id] = prompt[:n_cached]
 
     @precondition(lambda self: self.held)
@@ -151,6 +181,7 @@ class CacheOnCells(RuleBasedStateMachine):
         n = self.cache.rewind(seq_id, tokens)
         assert n < len(tokens)
         assert self.held[seq_id][:n] == tokens[:n]
+        assert self.memory.holds_window(seq_id, n)
         self.held[seq_id] = tokens[:n]
 
     @precondition(lambda self: len(self.held) == 1)
@@ -158,7 +189,8 @@ class CacheOnCells(RuleBasedStateMachine):
     def settle(self) -> None:
         (seq_id,) = self.held
         self.cache.settle(seq_id)
-        assert self.memory.places[seq_id] == list(range(len(self.held[seq_id])))
+        if self.parks_all:
+            assert self.memory.places[seq_id] == list(range(len(self.held[seq_id])))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), keeps=st.booleans())
@@ -186,11 +218,6 @@ class CacheOnCells(RuleBasedStateMachine):
             assert self.memory.tokens(seq_id) == tokens
 
     @invariant()
-    def beside_running_sequences_no_cell_is_taken(self) -> None:
-        idle = [places for i, places in enumerate(self.memory.places) if i not in self.held]
-        assert sum(map(bool, idle)) <= (0 if self.held else 1)
-
-    @invariant()
     def parked_prefixes_keep_to_their_room(self) -> None:
         assert self.cache.n_parked_bytes <= PARKING_BYTES
 
@@ -199,17 +226,24 @@ class CacheOnCells(RuleBasedStateMachine):
         assert 0 not in self.cache.idle_lengths
 
 
+class CacheOnWindows(CacheOnCells):
+    """The same on a memory with a sliding window."""
+
+    kind = Windows
+    parks_all = False
+
+
 class CacheOnStates(CacheOnCells):
     """The same on a memory that can't be cut."""
 
-    can_cut = False
+    kind = States
 
 
 TestCacheOnCells = CacheOnCells.TestCase
+TestCacheOnWindows = CacheOnWindows.TestCase
 TestCacheOnStates = CacheOnStates.TestCase
-TestCacheOnCells.settings = TestCacheOnStates.settings = settings(
-    max_examples=30, stateful_step_count=20, deadline=None
-)
+for test in (TestCacheOnCells, TestCacheOnWindows, TestCacheOnStates):
+    test.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
 
 
 def run(cache: KVCache, memory: Cells, tokens: list[int]) -> int:
@@ -290,12 +324,39 @@ def test_a_parked_prefix_that_finds_no_room_in_the_cells_is_evaluated_anew() -> 
     assert (n_cached, memory.tokens(seq_id)) == (0, [])
 
 
+def test_a_short_sequence_wants_company_only_beside_many_cells_of_others() -> None:
+    memory = Cells(3)
+    cache = KVCache(memory, 3, can_cut=True)
+    first, _ = cache.acquire([1])
+    evaluate(cache, memory, first, [1] * 10)
+    assert not cache.wants_company(first)
+    second, _ = cache.acquire([2])
+    evaluate(cache, memory, second, [2] * MAX_SETTLED_TOKENS)
+    assert cache.wants_company(first)
+    assert cache.wants_company(second)
+    evaluate(cache, memory, second, [2])
+    assert not cache.wants_company(second)  # it is long enough to see that many cells alone
+
+
 def test_a_prefix_whose_window_is_gone_is_not_reused() -> None:
-    memory = Window(2)
+    memory = Windows(2)
     cache = KVCache(memory, 2, can_cut=True)
-    run(cache, memory, [1, 2, 3])
-    memory.is_whole = False
-    assert run(cache, memory, [1, 2, 3, 4]) == 0
+    run(cache, memory, [1, 2, 3, 4, 5])
+    memory.first = [1, 1]
+    assert run(cache, memory, [1, 2, 3, 9]) == 0
+    run(cache, memory, [1, 2, 3, 4, 5])
+    memory.first = [1, 1]
+    assert run(cache, memory, [1, 2, 3, 4, 9]) == 4
+
+
+def test_a_parked_prefix_with_a_window_goes_on_only_from_its_end() -> None:
+    memory = Windows(1)
+    cache = KVCache(memory, 1, can_cut=True)
+    for talk in ([1, 2, 3, 4, 5], [9]):
+        run(cache, memory, talk)
+    assert run(cache, memory, [1, 2, 3, 4, 8]) == 0
+    run(cache, memory, [9])
+    assert run(cache, memory, [1, 2, 3, 4, 8, 6]) == 5
 
 
 def test_a_state_goes_on_from_its_end_or_from_a_snapshot() -> None:
