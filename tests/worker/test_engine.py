@@ -1,7 +1,8 @@
-"""One engine, many requests: what they answer, how they end, and that they don't touch each other."""
+"""One engine, many requests: what they answer, how they end, that they leave each other alone."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -40,19 +41,22 @@ def prompts(name: str, driver: Driver) -> list[list[int]]:
         return [tiny_models.prompt(n, seed) for seed, n in enumerate(lengths)]
     vocab = driver.engine.vocab
     bos = [vocab.bos] if vocab.adds_bos else []
-    return [bos + vocab.tokenize(song(i, 1 + i), parses_control=True) for i in range(2, 10)]
+    return [bos + vocab.tokenize(song(i, 3 + i % 3), parses_control=True) for i in range(8)]
 
 
 # ---- the same numbers as llama.cpp's, alone and in company ----
 
 
-@pytest.mark.parametrize("name", TINY + REAL)
-@pytest.mark.parametrize("n_prompt", [1, 60, 512, 700])
+@pytest.mark.parametrize(
+    ("name", "n_prompt"),
+    [(name, n) for name in TINY for n in (1, 60, 512, 700)]
+    + [(name, n) for name in REAL for n in (1, 60, 540)],
+)
 def test_a_greedy_answer_is_token_for_token_that_of_a_bare_loop(
     name: str, n_prompt: int, open_engine: Open
 ) -> None:
     driver = open_engine(name, n_slots=2, n_batch=512, kv_type="f16")
-    prompt = (prompts(name, driver)[-1] * 9)[:n_prompt]
+    prompt = (prompts(name, driver)[-1] * 6)[:n_prompt]
     bare = BareLoop(driver.engine.model.pointer, 1, n_ctx=1024, n_threads=1)
     (expected,), _ = bare.run([prompt], 20)
     bare.close()
@@ -76,35 +80,58 @@ def test_eight_at_once_answer_as_each_alone(name: str, repeat: int, open_engine:
     assert [answer.text for answer in answers] == alone
 
 
+Numbers = list[float]
+
+
 @pytest.fixture(scope="module")
-def answers_alone() -> dict[str, str]:
-    """What SmolLM2 answers to each question when nobody else asks."""
+def answers_alone() -> dict[str, tuple[str, Numbers]]:
+    """What SmolLM2 answers to each question when nobody else asks, filled by the first test."""
     return {}
 
 
+def numbers(answer: Answer) -> tuple[str, Numbers]:
+    return answer.text, [logprob.logprob for logprob in answer.logprobs]
+
+
 @pytest.mark.parametrize("repeat", range(3))
-def test_eight_chats_at_once_answer_as_each_alone(
-    repeat: int, open_engine: Open, answers_alone: dict[str, str]
+def test_eight_chats_at_once_get_to_the_bit_the_numbers_of_each_alone(
+    repeat: int, open_engine: Open, answers_alone: dict[str, tuple[str, Numbers]]
 ) -> None:
-    driver = open_engine("smollm2", n_slots=8)
+    options = {"n_predict": 40, "n_top_logprobs": 0}
     if not answers_alone:
         for question in QUESTIONS:
-            answers_alone[question] = driver.ask(question, n_predict=40).text
-        driver = open_engine("smollm2", n_slots=8)
+            alone = open_engine("smollm2", n_slots=1, n_threads=2).ask(question, **options)
+            answers_alone[question] = numbers(alone)
+    # Two threads: llama.cpp's kernels for a lone token divide the cells among them.
+    driver = open_engine("smollm2", n_slots=8, n_threads=2)
     order = QUESTIONS[repeat:] + QUESTIONS[:repeat]
-    answers = {question: driver.submit(question, n_predict=40) for question in order}
+    answers = {question: driver.submit(question, **options) for question in order}
     driver.run()
-    assert {question: answer.text for question, answer in answers.items()} == answers_alone
+    assert {question: numbers(answer) for question, answer in answers.items()} == answers_alone
+
+
+def test_a_chat_beside_a_long_prompt_gets_to_the_bit_the_numbers_it_gets_alone(
+    open_engine: Open,
+) -> None:
+    options = {"n_predict": 40, "n_top_logprobs": 0}
+    alone = numbers(open_engine("smollm2", n_threads=2).ask(QUESTIONS[0], **options))
+    driver = open_engine("smollm2", n_threads=2)
+    answer = driver.submit(QUESTIONS[0], **options)
+    while not answer.text:
+        driver.turn()
+    driver.submit(song(0, 18), n_predict=1)
+    driver.run()
+    assert numbers(answer) == alone
 
 
 @pytest.mark.parametrize("name", REAL)
 def test_long_prompts_at_once_answer_as_each_alone(name: str, open_engine: Open) -> None:
     driver = open_engine(name, n_slots=8, n_ctx=512)
     several = prompts(name, driver)
-    alone = [open_engine(name, n_ctx=512).ask(p, n_predict=20).text for p in several[::3]]
+    alone = [open_engine(name, n_ctx=512).ask(p, n_predict=20).text for p in several[:3]]
     answers = [driver.submit(prompt, n_predict=20) for prompt in several]
     driver.run()
-    assert [answer.text for answer in answers[::3]] == alone
+    assert [answer.text for answer in answers[:3]] == alone
 
 
 def test_a_request_that_comes_while_others_decode_answers_as_alone(open_engine: Open) -> None:
@@ -213,10 +240,11 @@ def test_the_end_of_the_models_turn_ends_the_answer(open_engine: Open) -> None:
 
 
 def test_a_model_that_repeats_itself_is_stopped(open_engine: Open) -> None:
-    prompt = "no " * 200
-    answer = open_engine("smollm2").ask(prompt, n_predict=100)
-    assert answer.reason == "length"
-    assert answer.timings.n_generated == MAX_SAME_PIECES + 1
+    runaway = {"frequency_penalty": -5.0, "repeat_last_n": -1}
+    answer = open_engine("tiny_llama").ask(tiny_models.prompt(9), n_predict=500, **runaway)
+    assert (answer.reason, len(answer.text) < 200) == ("length", True)
+    *_, before, last = re.findall(r"((.)\2*)", answer.text)
+    assert (before[1] != last[1], len(last[0])) == (True, MAX_SAME_PIECES + 1)
 
 
 # ---- text ----
@@ -252,14 +280,6 @@ def test_emoji_come_whole_though_tokens_split_them(open_engine: Open) -> None:
     assert all(set(chunk) <= set(emoji + "\n") for chunk in answer.chunks)
 
 
-def test_control_tokens_give_no_text(open_engine: Open) -> None:
-    driver = open_engine("smollm2")
-    prompt = "a<|im_start|>" * 20 + "a"
-    answer = driver.ask(prompt, n_predict=10, n_top_logprobs=0)
-    assert b"<|im_start|>" in [logprob.piece for logprob in answer.logprobs]
-    assert "<|im_start|>" not in answer.text
-
-
 # ---- sampling ----
 
 
@@ -292,9 +312,10 @@ def test_without_a_seed_answers_differ(open_engine: Open) -> None:
 )
 def test_a_penalty_makes_an_answer_repeat_less(penalty: dict[str, Any], open_engine: Open) -> None:
     driver = open_engine("smollm2")
-    plain = driver.ask("One two three, one two three, one", n_predict=40).text
-    varied = driver.ask("One two three, one two three, one", n_predict=40, **penalty).text
-    assert len(set(varied.split())) > len(set(plain.split()))
+    prompt = "One two three, one two three, one"
+    plain = Counter(driver.ask(prompt, n_predict=40).text.split())
+    varied = Counter(driver.ask(prompt, n_predict=40, **penalty).text.split())
+    assert max(varied.values()) < max(plain.values()) / 2
 
 
 def test_a_penalty_that_looks_at_no_tokens_changes_nothing(open_engine: Open) -> None:
