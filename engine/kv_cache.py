@@ -119,6 +119,8 @@ class KVCache:
         if prefix.is_settled or len(prefix.tokens) > MAX_SETTLED_TOKENS:
             return
         self._park_idle()
+        if any(other.tokens for other in self._in_cells if other is not prefix):
+            return  # it may share cells with what had to stay, and they would not become free
         state = self._memory.save(seq_id, whole=True)
         self._memory.remove(seq_id)
         prefix.is_settled = True

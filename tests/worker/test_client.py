@@ -41,6 +41,8 @@ from headrace.engine.messages import (
 )
 
 GREEDY = SamplingParams(temperature=0)
+# Ten contexts' worth: hot enough not to repeat itself, and never among the best is EOS.
+ENDLESS = {"n_predict": -1, "sampling": SamplingParams(temperature=3, top_k=10)}
 LONG = "the sea is wide and old ships cross it " * 30
 
 
@@ -74,7 +76,7 @@ async def running(path: Path, **changes: Any) -> AsyncIterator[EngineClient]:
 
 
 def generate(client: EngineClient, text: str, **options: Any) -> Stream:
-    options = {"sampling": GREEDY, "n_predict": 20} | options
+    options = {"sampling": GREEDY, "n_predict": 20, **options}
     return client.submit(
         Generate(uid=client.next_uid(), prompt=(Segment(text, True),), **options)
     )  # fmt: skip
@@ -194,10 +196,6 @@ def test_a_request_may_change_the_context(tiny_llama_path: Path) -> None:
 # ---- cancelling ----
 
 
-# 80,000 tokens, half a minute: hot enough not to repeat itself, and never among the best is EOS.
-ENDLESS = {"n_predict": -1, "sampling": SamplingParams(temperature=3, top_k=10)}
-
-
 async def begin_queued(client: EngineClient) -> Stream:
     await until(generate(client, "abc", n_predict=300), Token)
     return generate(client, LONG, **ENDLESS)
@@ -220,6 +218,7 @@ def test_a_cancelled_request_gives_its_slot_to_the_next(
     begin: Callable[[EngineClient], Awaitable[Stream]], tiny_llama_path: Path
 ) -> None:
     async def test() -> None:
+        # 80,000 tokens would take half a minute.
         async with running(tiny_llama_path, n_slots=1, n_ctx=8192) as client:
             expected = await text_of(generate(client, "xyz"))
             stream = await begin(client)
@@ -255,7 +254,7 @@ def test_a_dead_engine_ends_its_requests_with_how_it_died(
 ) -> None:
     async def test() -> None:
         client = await EngineClient.start(load_of(tiny_llama_path))
-        streams = [generate(client, "abc", n_predict=-1) for _ in range(3)]
+        streams = [generate(client, "abc", **ENDLESS) for _ in range(3)]
         await until(streams[0], Token)
         os.kill(client.pid, number)
         for stream in streams:
@@ -274,7 +273,7 @@ def test_a_dead_engine_ends_its_requests_with_how_it_died(
 def test_closing_ends_open_requests_and_may_be_done_twice(tiny_llama_path: Path) -> None:
     async def test() -> None:
         client = await EngineClient.start(load_of(tiny_llama_path))
-        stream = generate(client, "abc", n_predict=-1)
+        stream = generate(client, "abc", **ENDLESS)
         await until(stream, Token)
         started = time.monotonic()
         await client.close()

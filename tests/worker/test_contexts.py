@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import llama_cpp.llama_cpp as llama_cpp
 import pytest
 import tiny_models
 from driver import Answer, Driver
 
-from headrace.engine.llama import c as llama_cpp
 from headrace.engine.messages import ContextChanged, Done, Event, Failed
 
 TINY = ["tiny_llama", "tiny_gemma", "tiny_mamba"]

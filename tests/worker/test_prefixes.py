@@ -32,7 +32,7 @@ def test_a_second_turn_evaluates_only_what_is_new(
 
 
 @pytest.mark.parametrize(
-    ("name", "n_lines"), [("smollm2", 4), ("smollm2", 20), ("gemma3", 4), ("gemma3", 28)]
+    ("name", "n_lines"), [("smollm2", 4), ("smollm2", 10), ("gemma3", 4), ("gemma3", 28)]
 )
 def test_a_second_turn_of_a_real_model_answers_as_a_cold_one(
     name: str, n_lines: int, open_engine: Open
