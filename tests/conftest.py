@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import real_models
 import tiny_models
+
+# Threads that wait by spinning are no good where tests share two cores with others. Read by OpenMP
+# when llama.cpp loads it in this process; engine processes are told to spin all the same.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,11 +35,15 @@ _WORDS = (
 ).split()
 
 
+# What rounding does to a logit: of the tiny models in float32, and of quantised activations.
+TIE = 0.05
+TIE_QUANTISED = 2.0
+
+
 def song(seed: int, n_lines: int = 4) -> str:
     """Return a line of 20 random words, n_lines times, and the first word of another one.
 
-    What follows is so certain that other kernels, which move a logit of these small quantised
-    models by as much as 1, don't change it; and it can't be known without the lines.
+    What follows is certain to a model, and can't be known without the lines.
     """
     words = random.Random(seed).sample(_WORDS, 20)
     return (" ".join(words) + "\n") * n_lines + words[0]
@@ -80,6 +85,27 @@ class Answer:
         assert self.done is not None, self.failed
         return list(self.done.context)
 
+    def part(self, first: int, n_tokens: int) -> Answer:
+        """Return n_tokens of an answer with logprobs, as one that ended by its length."""
+        assert self.done is not None, self.failed
+        logprobs = self.logprobs[first : first + n_tokens]
+        text = b"".join(logprob.piece for logprob in logprobs).decode()
+        done = msgspec.structs.replace(self.done, text="", reason="length")
+        return Answer(self.uid, [text], logprobs, self.n_prompt, done)
+
+    def assert_same(self, reference: Answer, tie: float = TIE) -> None:
+        """Fail unless this answer is the reference, up to a choice that was within tie of another.
+
+        Another kernel or order of summation may turn such a choice, and all that follows from it;
+        wrong cells or positions turn others.
+        """
+        for mine, theirs in zip(self.logprobs, reference.logprobs, strict=False):
+            if mine.piece != theirs.piece:
+                lead = theirs.logprob - dict(theirs.top).get(mine.piece, -math.inf)
+                assert lead < tie, (self.text, reference.text, lead)
+                return
+        assert (self.text, self.reason) == (reference.text, reference.reason)
+
     def take(self, event: Event) -> None:
         assert not self.has_ended, event
         if isinstance(event, Accepted):
@@ -93,6 +119,11 @@ class Answer:
             self.logprobs += event.logprobs
         elif isinstance(event, Failed):
             self.failed = event
+
+
+def assert_all_same(answers: Sequence[Answer], references: Sequence[Answer]) -> None:
+    for answer, reference in zip(answers, references, strict=True):
+        answer.assert_same(reference)
 
 
 class Driver:
@@ -122,7 +153,9 @@ class Driver:
         answer = Answer(len(self._answers))
         self._answers.append(answer)
         sampling = {"temperature": 0.0} | {k: v for k, v in options.items() if k in _SAMPLING}
-        others = {"n_predict": 32} | {k: v for k, v in options.items() if k not in _SAMPLING}
+        others = {"n_predict": 32, "n_top_logprobs": 4} | {
+            k: v for k, v in options.items() if k not in _SAMPLING
+        }
         if isinstance(prompt, str):
             prompt = self.engine.vocab.tokenize(prompt, parses_control=True)
         request = Generate(

@@ -359,6 +359,20 @@ def test_a_parked_prefix_with_a_window_goes_on_only_from_its_end() -> None:
     assert run(cache, memory, [1, 2, 3, 4, 8, 6]) == 5
 
 
+def test_a_sequence_stays_where_it_is_beside_cells_that_it_shares() -> None:
+    memory = Windows(2, n_cells=10)
+    cache = KVCache(memory, 2, can_cut=True)
+    first, _ = cache.acquire([0] * 4 + [1] * 3)
+    evaluate(cache, memory, first, [0] * 4 + [1] * 2)
+    second, n_cached = cache.acquire([0] * 4 + [2] * 5)
+    evaluate(cache, memory, second, [2] * 4)
+    cache.release(first)
+    cache.settle(second)
+    assert n_cached == 4
+    assert memory.tokens(second) == [0] * 4 + [2] * 4
+    assert memory.n_free == 0
+
+
 def test_a_state_goes_on_from_its_end_or_from_a_snapshot() -> None:
     memory = States(2)
     cache = KVCache(memory, 2, can_cut=False)

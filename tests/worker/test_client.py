@@ -131,9 +131,9 @@ def test_more_requests_than_slots_all_get_their_own_answer(smollm2_path: Path) -
     async def test() -> None:
         async with running(smollm2_path, n_slots=2) as client:
             prompts = [f"Count: {i}, {i + 1}, {i + 2}," for i in range(5)]
-            alone = [await text_of(generate(client, prompt)) for prompt in prompts]
+            alone = [await text_of(generate(client, prompt, n_predict=10)) for prompt in prompts]
             together = await asyncio.gather(
-                *(text_of(generate(client, prompt)) for prompt in prompts)
+                *(text_of(generate(client, prompt, n_predict=10)) for prompt in prompts)
             )
             assert together == alone
             assert len(set(alone)) == 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import llama_cpp.llama_cpp as llama_cpp
 import pytest
 import tiny_models
 from bare_loop import BareLoop
-from driver import Answer, Driver, song
+from driver import TIE_QUANTISED, Answer, Driver, assert_all_same, song
 
 from headrace.engine.messages import Accepted, Event, Token
 from headrace.engine.sequence import MAX_SAME_PIECES
@@ -19,6 +20,11 @@ from headrace.engine.sequence import MAX_SAME_PIECES
 TINY = ["tiny_llama", "tiny_gemma", "tiny_mamba"]
 REAL = ["smollm2", "gemma3"]
 Open = Callable[..., Driver]
+
+# Kernels for several tokens that add up in another order than those for one are found elsewhere.
+to_the_bit = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="known of the kernels of x86-64 alone"
+)
 
 
 def chat(text: str) -> str:
@@ -71,13 +77,13 @@ def test_a_greedy_answer_is_token_for_token_that_of_a_bare_loop(
 def test_eight_at_once_answer_as_each_alone(name: str, repeat: int, open_engine: Open) -> None:
     together = open_engine(name, n_slots=8)
     several = prompts(name, together)
-    alone = [open_engine(name, n_slots=1).ask(prompt, n_predict=60).text for prompt in several]
-    assert len(set(alone)) == 8
+    alone = [open_engine(name, n_slots=1).ask(prompt, n_predict=60) for prompt in several]
+    assert len({answer.text for answer in alone}) == 8
     # The first round finds an empty cache, the next ones what the round before has left.
     for _ in range(1 + repeat):
         answers = [together.submit(prompt, n_predict=60) for prompt in several]
         together.run()
-    assert [answer.text for answer in answers] == alone
+    assert_all_same(answers, alone)
 
 
 Numbers = list[float]
@@ -93,11 +99,12 @@ def numbers(answer: Answer) -> tuple[str, Numbers]:
     return answer.text, [logprob.logprob for logprob in answer.logprobs]
 
 
+@to_the_bit
 @pytest.mark.parametrize("repeat", range(3))
 def test_eight_chats_at_once_get_to_the_bit_the_numbers_of_each_alone(
     repeat: int, open_engine: Open, answers_alone: dict[str, tuple[str, Numbers]]
 ) -> None:
-    options = {"n_predict": 24, "n_top_logprobs": 0}
+    options = {"n_predict": 16, "n_top_logprobs": 0}
     if not answers_alone:
         for question in QUESTIONS:
             alone = open_engine("smollm2", n_slots=1).ask(question, **options)
@@ -109,17 +116,18 @@ def test_eight_chats_at_once_get_to_the_bit_the_numbers_of_each_alone(
     assert {question: numbers(answer) for question, answer in answers.items()} == answers_alone
 
 
+@to_the_bit
 def test_a_chat_beside_a_long_prompt_gets_to_the_bit_the_numbers_it_gets_alone(
     open_engine: Open,
 ) -> None:
-    options = {"n_predict": 24, "n_top_logprobs": 0}
+    options = {"n_predict": 16, "n_top_logprobs": 0}
     # Two threads: llama.cpp's kernel for a lone token divides the cells among them.
     alone = numbers(open_engine("smollm2", n_threads=2).ask(QUESTIONS[0], **options))
     driver = open_engine("smollm2", n_threads=2)
     answer = driver.submit(QUESTIONS[0], **options)
     while not answer.text:
         driver.turn()
-    driver.submit(song(0, 18), n_predict=1)
+    driver.submit(song(0, 15), n_predict=1)
     driver.run()
     assert numbers(answer) == alone
 
@@ -127,23 +135,24 @@ def test_a_chat_beside_a_long_prompt_gets_to_the_bit_the_numbers_it_gets_alone(
 @pytest.mark.parametrize("name", REAL)
 def test_long_prompts_at_once_answer_as_each_alone(name: str, open_engine: Open) -> None:
     driver = open_engine(name, n_ctx=512)
-    several = prompts(name, driver)[:4]
-    alone = [open_engine(name, n_ctx=512).ask(p, n_predict=16).text for p in several]
-    answers = [driver.submit(prompt, n_predict=16) for prompt in several]
+    several = prompts(name, driver)[:3]
+    alone = [open_engine(name, n_ctx=512).ask(p, n_predict=12) for p in several]
+    answers = [driver.submit(prompt, n_predict=12) for prompt in several]
     driver.run()
-    assert [answer.text for answer in answers] == alone
+    for answer, reference in zip(answers, alone, strict=True):
+        answer.assert_same(reference, TIE_QUANTISED)
 
 
 def test_a_request_that_comes_while_others_decode_answers_as_alone(open_engine: Open) -> None:
     first, second = tiny_models.prompt(50, 1), tiny_models.prompt(700, 2)
-    alone = [open_engine("tiny_llama").ask(p, n_predict=90).text for p in (first, second)]
+    alone = [open_engine("tiny_llama").ask(p, n_predict=90) for p in (first, second)]
     driver = open_engine("tiny_llama")
     answers = [driver.submit(first, n_predict=90)]
     for _ in range(20):
         driver.turn()
     answers.append(driver.submit(second, n_predict=90))
     driver.run()
-    assert [answer.text for answer in answers] == alone
+    assert_all_same(answers, alone)
 
 
 # ---- cancelling ----
@@ -171,12 +180,12 @@ def test_a_cancelled_sequence_frees_its_slot(
     name: str, when: Callable[[int], Callable[[Event], bool]], open_engine: Open
 ) -> None:
     prompt, long = tiny_models.prompt(30), tiny_models.prompt(900, 1)
-    expected = open_engine(name).ask(prompt).text
+    expected = open_engine(name).ask(prompt)
     driver = open_engine(name, n_slots=1)
     cancelled, other = driver.submit(long), driver.submit(prompt)
     cancel_when(driver, cancelled, when(cancelled.uid))
     driver.run()
-    assert other.text == expected
+    other.assert_same(expected)
     assert cancelled.is_cancelled and len(cancelled.text) <= 1
 
 
@@ -190,12 +199,12 @@ def test_a_cancelled_sequence_that_waits_never_runs(open_engine: Open) -> None:
 
 def test_a_cancelled_request_leaves_the_others_as_they_are(open_engine: Open) -> None:
     several = [tiny_models.prompt(60, seed) for seed in range(3)]
-    alone = [open_engine("tiny_llama").ask(prompt).text for prompt in several]
+    alone = [open_engine("tiny_llama").ask(prompt) for prompt in several]
     driver = open_engine("tiny_llama")
     answers = [driver.submit(prompt) for prompt in several]
     cancel_when(driver, answers[0], has_text(answers[1].uid))
     driver.run()
-    assert [answer.text for answer in answers[1:]] == alone[1:]
+    assert_all_same(answers[1:], alone[1:])
 
 
 def test_cancelling_twice_or_after_the_end_or_what_never_was_does_nothing(
@@ -205,7 +214,7 @@ def test_cancelling_twice_or_after_the_end_or_what_never_was_does_nothing(
     ended = driver.ask(tiny_models.prompt(9))
     for uid in (ended.uid, ended.uid, 99):
         driver.engine.cancel(uid)
-    assert driver.ask(tiny_models.prompt(9)).text == ended.text
+    driver.ask(tiny_models.prompt(9)).assert_same(ended)
 
 
 # ---- when an answer ends ----
@@ -252,21 +261,19 @@ def test_a_model_that_repeats_itself_is_stopped(open_engine: Open) -> None:
 
 @pytest.mark.parametrize("n_before", [1, 2, 5])
 def test_a_stop_string_over_token_borders_is_never_sent(n_before: int, open_engine: Open) -> None:
-    driver = open_engine("tiny_llama")
     prompt = tiny_models.prompt(40)
-    whole = driver.ask(prompt, n_predict=60).text
+    whole = open_engine("tiny_llama").ask(prompt, n_predict=60).text
     stop = whole[20 - n_before : 24]
-    answer = driver.ask(prompt, n_predict=60, stop=("never", stop))
+    answer = open_engine("tiny_llama").ask(prompt, n_predict=60, stop=("never", stop))
     assert answer.text == whole[: whole.index(stop)]
     assert answer.reason == "stop"
     assert answer.timings.n_generated == whole.index(stop) + len(stop)
 
 
 def test_text_held_back_for_a_stop_string_comes_with_the_end(open_engine: Open) -> None:
-    driver = open_engine("tiny_llama")
     prompt = tiny_models.prompt(40)
-    whole = driver.ask(prompt, n_predict=20).text
-    answer = driver.ask(prompt, n_predict=20, stop=(whole[-3:] + "?",))
+    whole = open_engine("tiny_llama").ask(prompt, n_predict=20).text
+    answer = open_engine("tiny_llama").ask(prompt, n_predict=20, stop=(whole[-3:] + "?",))
     assert (answer.text, answer.reason) == (whole, "length")
 
 
@@ -283,21 +290,22 @@ def test_emoji_come_whole_though_tokens_split_them(open_engine: Open) -> None:
 # ---- sampling ----
 
 
-HOT = {"temperature": 1.5, "top_k": 0, "top_p": 1.0}
+HOT = {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "n_predict": 16}
 
 
 def test_a_seed_reproduces_an_answer_and_another_one_changes_it(open_engine: Open) -> None:
-    driver = open_engine("tiny_llama")
     prompt = tiny_models.prompt(30)
-    first, again, other = (driver.ask(prompt, seed=seed, **HOT).text for seed in (5, 5, 6))
+    first, again, other = (
+        open_engine("tiny_llama").ask(prompt, seed=seed, **HOT).text for seed in (5, 5, 6)
+    )
     assert first == again != other
 
 
+@to_the_bit
 def test_a_seed_gives_the_same_answer_in_company(open_engine: Open) -> None:
-    driver = open_engine("tiny_llama")
-    several = [tiny_models.prompt(30, seed) for seed in range(4)]
-    alone = [driver.ask(prompt, seed=7, **HOT).text for prompt in several]
-    answers = [driver.submit(prompt, seed=7, **HOT) for prompt in several]
+    driver = open_engine("smollm2")
+    alone = [driver.ask(question, seed=7, **HOT).text for question in QUESTIONS[:4]]
+    answers = [driver.submit(question, seed=7, **HOT) for question in QUESTIONS[:4]]
     driver.run()
     assert [answer.text for answer in answers] == alone
 
@@ -319,17 +327,19 @@ def test_a_penalty_makes_an_answer_repeat_less(penalty: dict[str, Any], open_eng
 
 
 def test_a_penalty_that_looks_at_no_tokens_changes_nothing(open_engine: Open) -> None:
-    driver = open_engine("tiny_llama")
     prompt = tiny_models.prompt(30)
-    off = driver.ask(prompt, repeat_penalty=2.0, repeat_last_n=0).text
-    assert off == driver.ask(prompt).text != driver.ask(prompt, repeat_penalty=2.0).text
+    plain, off, on = (
+        open_engine("tiny_llama").ask(prompt, **penalty).text
+        for penalty in ({}, {"repeat_penalty": 2.0, "repeat_last_n": 0}, {"repeat_penalty": 2.0})
+    )
+    assert plain == off != on
 
 
 @pytest.mark.parametrize("limit", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
 def test_one_candidate_left_is_the_greedy_answer(limit: dict[str, Any], open_engine: Open) -> None:
-    driver = open_engine("tiny_llama")
     prompt = tiny_models.prompt(30)
-    assert driver.ask(prompt, **HOT | limit).text == driver.ask(prompt).text
+    greedy = open_engine("tiny_llama").ask(prompt, n_predict=16)
+    assert open_engine("tiny_llama").ask(prompt, **HOT | limit).text == greedy.text
 
 
 def test_logprobs_spell_the_text_and_are_those_of_the_greedy_choice(open_engine: Open) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import tiny_models
-from driver import Driver, song
+from driver import TIE_QUANTISED, Driver, assert_all_same, song
 
 CUTTABLE = ["tiny_llama", "tiny_gemma"]
 TINY = [*CUTTABLE, "tiny_mamba"]
@@ -28,22 +28,21 @@ def test_a_second_turn_evaluates_only_what_is_new(
     second = [*first.tokens, *tiny_models.prompt(30, seed=1)[1:]]
     warm = driver.ask(second)
     assert warm.timings.n_cached == len(first.tokens) - 1  # the last one was never evaluated
-    assert warm.text == open_engine(name).ask(second).text
+    warm.assert_same(open_engine(name).ask(second))
 
 
-@pytest.mark.parametrize(
-    ("name", "n_lines"), [("smollm2", 4), ("smollm2", 10), ("gemma3", 4), ("gemma3", 28)]
-)
+@pytest.mark.parametrize(("name", "n_lines"), [("smollm2", 6), ("gemma3", 28)])
 def test_a_second_turn_of_a_real_model_answers_as_a_cold_one(
     name: str, n_lines: int, open_engine: Open
 ) -> None:
     driver = open_engine(name)
     first = driver.ask(words(driver, song(1, n_lines)), n_predict=12, wants_context=True)
-    assert name != "gemma3" or n_lines < 28 or len(first.tokens) > driver.engine.model.n_swa
+    assert len(first.tokens) > driver.engine.model.n_swa
     again = driver.engine.vocab.tokenize(song(1, 1), parses_control=True)
     warm = driver.ask([*first.tokens, *again], n_predict=12)
     assert warm.timings.n_cached == len(first.tokens) - 1
-    assert warm.text == open_engine(name).ask([*first.tokens, *again], n_predict=12).text
+    cold = open_engine(name).ask([*first.tokens, *again], n_predict=12)
+    warm.assert_same(cold, TIE_QUANTISED)
 
 
 @pytest.mark.parametrize("name", CUTTABLE)
@@ -51,7 +50,8 @@ def test_the_same_prompt_again_evaluates_its_last_token(name: str, open_engine: 
     driver = open_engine(name)
     cold = driver.ask(tiny_models.prompt(300))
     warm = driver.ask(tiny_models.prompt(300))
-    assert (warm.timings.n_cached, warm.text) == (299, cold.text)
+    assert warm.timings.n_cached == 299
+    warm.assert_same(cold)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -65,7 +65,7 @@ def test_a_changed_tail_leaves_the_common_beginning(name: str, open_engine: Open
         assert warm.timings.n_cached == 288
     else:
         assert 300 <= warm.timings.n_cached < 310
-    assert warm.text == open_engine(name).ask(changed).text
+    warm.assert_same(open_engine(name).ask(changed))
 
 
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
@@ -77,7 +77,7 @@ def test_a_changed_tail_of_a_real_models_prompt_answers_as_a_cold_one(
     changed = words(driver, song(1, 6) + song(3, 3))
     warm = driver.ask(changed, n_predict=12)
     assert len(words(driver, song(1, 6))) - 2 <= warm.timings.n_cached < len(changed) - 60
-    assert warm.text == open_engine(name).ask(changed, n_predict=12).text
+    warm.assert_same(open_engine(name).ask(changed, n_predict=12), TIE_QUANTISED)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -91,7 +91,7 @@ def test_four_conversations_that_take_turns_all_keep_their_prefixes(
             answer = driver.ask(talk, wants_context=True)
             if turn:
                 assert answer.timings.n_cached == len(talk) - 30
-            assert answer.text == open_engine(name, n_slots=1).ask(talk).text
+            answer.assert_same(open_engine(name, n_slots=1).ask(talk))
             talks[i] = [*answer.tokens, *tiny_models.prompt(30, seed=9 + turn)[1:]]
 
 
@@ -105,7 +105,7 @@ def test_conversations_at_once_keep_their_prefixes(name: str, open_engine: Open)
         for i, answer in enumerate(answers):
             if turn:
                 assert answer.timings.n_cached == len(talks[i]) - 30
-            assert answer.text == open_engine(name, n_slots=1).ask(talks[i]).text
+            answer.assert_same(open_engine(name, n_slots=1).ask(talks[i]))
             talks[i] = [*answer.tokens, *tiny_models.prompt(30, seed=9 + turn)[1:]]
 
 
@@ -121,7 +121,7 @@ def test_a_short_unrelated_prompt_leaves_a_long_conversation_as_it_is(
     second = [*first.tokens, *tiny_models.prompt(30, seed=1)[1:]]
     warm = driver.ask(second)
     assert warm.timings.n_cached == len(first.tokens) - 1
-    assert warm.text == open_engine(name).ask(second).text
+    warm.assert_same(open_engine(name).ask(second))
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -129,14 +129,14 @@ def test_a_prompt_that_is_being_answered_is_shared_or_evaluated_anew(
     name: str, open_engine: Open
 ) -> None:
     prompt = tiny_models.prompt(300)
-    expected = open_engine(name).ask(prompt, n_predict=60).text
+    expected = open_engine(name).ask(prompt, n_predict=60)
     driver = open_engine(name)
     first = driver.submit(prompt, n_predict=60)
     while len(first.text) < 20:
         driver.turn()
     second = driver.submit(prompt, n_predict=60)
     driver.run()
-    assert [first.text, second.text] == [expected, expected]
+    assert_all_same([first, second], [expected, expected])
     assert second.timings.n_cached == (0 if name == "tiny_mamba" else 299)
 
 
@@ -150,13 +150,13 @@ def test_a_cancelled_prompt_leaves_what_was_evaluated(name: str, open_engine: Op
     driver.cancel(cancelled)
     warm = driver.ask(prompt)
     assert 0 < warm.timings.n_cached < 600
-    assert warm.text == open_engine(name).ask(prompt).text
+    warm.assert_same(open_engine(name).ask(prompt))
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_without_room_for_prefixes_answers_are_the_same(name: str, open_engine: Open) -> None:
     driver = open_engine(name, n_slots=2, parking_bytes=0)
     several = [tiny_models.prompt(100 + i, seed=i) for i in range(4)]
-    alone = [open_engine(name).ask(prompt).text for prompt in several]
+    alone = [open_engine(name).ask(prompt) for prompt in several]
     for _ in range(2):
-        assert [driver.ask(prompt).text for prompt in several] == alone
+        assert_all_same([driver.ask(prompt) for prompt in several], alone)
