@@ -7,7 +7,8 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
-#include <time.h>
+
+#include "clock.h"
 
 struct reader {
     pthread_t thread;
@@ -36,14 +37,6 @@ struct piece {
     size_t len;
 };
 
-static uint64_t
-now_ns(void)
-{
-    struct timespec now;
-    (void)clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
-
 static inline bool
 is_finished(const struct readers_batch *batch)
 {
@@ -62,15 +55,19 @@ skip_issued(struct readers_batch *batch)
     }
 }
 
-/* Drop batches that are all issued from the queue; only its first is being issued. */
+/* Take batches that are all issued out of the queue; they may be gone soon. */
 static void
 trim_queue(struct readers *pool)
 {
-    while (pool->first != NULL && pool->first->issuing == NULL) {
-        pool->first = pool->first->next;
-    }
-    if (pool->first == NULL) {
-        pool->last = NULL;
+    struct readers_batch **link = &pool->first;
+    pool->last = NULL;
+    while (*link != NULL) {
+        if ((*link)->issuing == NULL) {
+            *link = (*link)->next;
+        } else {
+            pool->last = *link;
+            link = &(*link)->next;
+        }
     }
 }
 
@@ -94,9 +91,11 @@ take_piece(struct readers *pool)
     batch->issued_bytes += piece.len;
     batch->n_reading++;
     skip_issued(batch);
-    trim_queue(pool);
+    if (batch->issuing == NULL) {
+        trim_queue(pool);
+    }
     if (pool->n_reading++ == 0) {
-        pool->busy_since_ns = now_ns();
+        pool->busy_since_ns = clock_ns();
     }
     return piece;
 }
@@ -106,7 +105,7 @@ static void
 finish_piece(struct readers *pool, const struct piece *piece, ssize_t n)
 {
     if (--pool->n_reading == 0) {
-        pool->stats.busy_ns += now_ns() - pool->busy_since_ns;
+        pool->stats.busy_ns += clock_ns() - pool->busy_since_ns;
     }
     pool->stats.n_reads++;
     struct readers_request *request = piece->request;
@@ -241,8 +240,9 @@ readers_batch_add(struct readers_batch *batch, struct readers_request *request)
     batch->last = request;
 }
 
-void
-readers_submit(struct readers *pool, struct readers_batch *batch)
+/* Make batch ready to be issued. False: it has nothing to read. */
+static bool
+prepare(struct readers_batch *batch)
 {
     for (struct readers_request *r = batch->first; r != NULL; r = r->next) {
         r->result = r->len > SSIZE_MAX ? -EOVERFLOW : (ssize_t)r->len;
@@ -252,18 +252,68 @@ readers_submit(struct readers *pool, struct readers_batch *batch)
     batch->n_reading = 0;
     batch->next = NULL;
     skip_issued(batch);
-    if (batch->issuing == NULL) {
+    return batch->issuing != NULL;
+}
+
+void
+readers_submit_all(struct readers *pool, struct readers_batch *const *batches, size_t n,
+                   bool is_urgent)
+{
+    struct readers_batch *first = NULL;
+    struct readers_batch *last = NULL;
+    for (size_t i = 0; i < n; i++) {
+        if (prepare(batches[i])) {
+            if (last == NULL) {
+                first = batches[i];
+            } else {
+                last->next = batches[i];
+            }
+            last = batches[i];
+        }
+    }
+    if (first == NULL) {
         return;
     }
     (void)pthread_mutex_lock(&pool->lock);
-    if (pool->last == NULL) {
-        pool->first = batch;
+    if (is_urgent) {
+        last->next = pool->first;
+        pool->first = first;
+        pool->last = pool->last == NULL ? last : pool->last;
     } else {
-        pool->last->next = batch;
+        *(pool->last == NULL ? &pool->first : &pool->last->next) = first;
+        pool->last = last;
     }
-    pool->last = batch;
     (void)pthread_cond_broadcast(&pool->has_work);
     (void)pthread_mutex_unlock(&pool->lock);
+}
+
+void
+readers_submit(struct readers *pool, struct readers_batch *batch)
+{
+    readers_submit_all(pool, &batch, 1, false);
+}
+
+bool
+readers_cancel(struct readers *pool, struct readers_batch *batch)
+{
+    (void)pthread_mutex_lock(&pool->lock);
+    bool is_untouched = batch->issuing != NULL && batch->issuing == batch->first
+                        && batch->issued_bytes == 0 && batch->n_reading == 0;
+    if (is_untouched) {
+        batch->issuing = NULL;
+        trim_queue(pool);
+    }
+    (void)pthread_mutex_unlock(&pool->lock);
+    return is_untouched;
+}
+
+bool
+readers_is_finished(struct readers *pool, const struct readers_batch *batch)
+{
+    (void)pthread_mutex_lock(&pool->lock);
+    bool finished = is_finished(batch);
+    (void)pthread_mutex_unlock(&pool->lock);
+    return finished;
 }
 
 void
@@ -282,7 +332,7 @@ readers_get_stats(struct readers *pool)
     (void)pthread_mutex_lock(&pool->lock);
     struct readers_stats stats = pool->stats;
     if (pool->n_reading > 0) {
-        stats.busy_ns += now_ns() - pool->busy_since_ns;
+        stats.busy_ns += clock_ns() - pool->busy_since_ns;
     }
     (void)pthread_mutex_unlock(&pool->lock);
     return stats;

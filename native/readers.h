@@ -61,6 +61,18 @@ void readers_batch_add(struct readers_batch *batch, struct readers_request *requ
 /* Queue batch behind those submitted before; does not block. */
 void readers_submit(struct readers *pool, struct readers_batch *batch);
 
+/* Queue n batches in their order, as one: threads are woken once. Urgent ones go before
+ * all that is queued, but not before what is being read. */
+void readers_submit_all(struct readers *pool, struct readers_batch *const *batches,
+                        size_t n, bool is_urgent);
+
+/* Take a submitted batch back if nothing of it was issued yet, as if it had not been
+ * submitted. Returns whether it was; else it goes on. */
+bool readers_cancel(struct readers *pool, struct readers_batch *batch);
+
+/* Return whether every request of a submitted batch has its result: wait won't sleep. */
+bool readers_is_finished(struct readers *pool, const struct readers_batch *batch);
+
 /* Sleep until every request of a submitted batch has its result. Then batch is the
  * caller's again; to use it another time, start from = {0}. */
 void readers_wait(struct readers *pool, const struct readers_batch *batch);
