@@ -1,0 +1,271 @@
+/* pool.h and policy.h against plain memory: every expert's bytes, under every policy, with
+ * pools from the smallest; unions that do not fit; reads that fail; files that change.
+ *
+ * Exit status: 0 passed, 1 failed. Runs under ASan and UBSan, and under TSan.
+ */
+
+#define _GNU_SOURCE  /* RTLD_NEXT */
+
+#include "pool.h"
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define N_LAYERS 3u
+#define N_EXPERTS 12u
+#define N_PARTS 3u
+#define N_USED 4u
+#define SIZE ((size_t)6 * 1024 * 1024)
+
+#define CHECK(condition)                                                         \
+    do {                                                                         \
+        if (!(condition)) {                                                      \
+            (void)fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+            exit(1);                                                             \
+        }                                                                        \
+    } while (0)
+
+static ssize_t (*real_pread)(int, void *, size_t, off_t);
+static off_t bad;  /* reads over it fail with EIO, if not 0 */
+
+ssize_t
+pread(int fd, void *data, size_t len, off_t offset)
+{
+    if (bad != 0 && offset <= bad && bad < offset + (off_t)len) {
+        errno = EIO;
+        return -1;
+    }
+    return real_pread(fd, data, len, offset);
+}
+
+static char path[4096];
+static unsigned char *content;
+static struct source *source;
+static unsigned seed = 1;
+
+static unsigned
+next_random(unsigned n)
+{
+    seed = seed * 1664525u + 1013904223u;
+    return (seed >> 8) % n;
+}
+
+/* Describe layers whose slices are, or are not, whole blocks. */
+static void
+describe(struct pool_layer *layers, size_t slice_bytes)
+{
+    uint64_t offset = 1312;
+    for (unsigned i = 0; i < N_LAYERS; i++) {
+        layers[i] = (struct pool_layer){.n_experts = N_EXPERTS};
+        for (unsigned part = 0; part < N_PARTS; part++) {
+            layers[i].parts[part] = (struct pool_part){0, offset, slice_bytes};
+            offset += N_EXPERTS * slice_bytes + 32 * (i + 1);
+        }
+    }
+    CHECK(offset <= SIZE);
+}
+
+static struct pool *
+create(const struct pool_layer *layers, enum policy_kind policy, size_t n_records)
+{
+    struct pool *pool;
+    CHECK(pool_create(&pool, source, policy, layers, N_LAYERS, N_PARTS, n_records) == 0);
+    return pool;
+}
+
+static void
+choose(int32_t *experts, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+        experts[i] = (int32_t)next_random(N_EXPERTS);
+    }
+}
+
+static void
+check_bytes(struct pool *pool, const struct pool_layer *layers, unsigned layer,
+            const int32_t *experts, const int32_t *records, size_t n)
+{
+    for (unsigned part = 0; part < N_PARTS; part++) {
+        const struct pool_part *p = &layers[layer].parts[part];
+        struct fault fault = {0};
+        CHECK(pool_wait(pool, part, &fault) == 0);
+        CHECK(pool_is_ready(pool, part));
+        for (size_t i = 0; i < n; i++) {
+            const unsigned char *data = pool_data(pool, layer, part);
+            data += (size_t)records[i] * pool_stride(pool);
+            uint64_t at = p->offset + (uint64_t)experts[i] * p->slice_bytes;
+            CHECK(memcmp(data, content + at, p->slice_bytes) == 0);
+        }
+    }
+}
+
+static void
+test_records_hold_the_experts_asked_for(size_t slice_bytes, enum policy_kind policy,
+                                        size_t n_records)
+{
+    struct pool_layer layers[N_LAYERS];
+    describe(layers, slice_bytes);
+    struct pool *pool = create(layers, policy, n_records);
+    int32_t experts[N_USED], records[N_USED];
+    for (unsigned i = 0; i < 60; i++) {
+        choose(experts, N_USED);
+        CHECK(pool_take(pool, i % N_LAYERS, experts, N_USED, records) == 0);
+        if (i % 3 == 1) {
+            int32_t guesses[2];
+            choose(guesses, 2);
+            pool_guess(pool, (i + 1) % N_LAYERS, guesses, 2);
+        } else if (i % 7 == 2) {
+            pool_guess_all(pool, (i + 1) % N_LAYERS);
+        }
+        check_bytes(pool, layers, i % N_LAYERS, experts, records, N_USED);
+    }
+    const struct pool_stats *stats = pool_get_stats(pool);
+    CHECK(atomic_load(&stats->n_hits) > 0 || n_records == N_USED);
+    if (n_records >= (size_t)N_LAYERS * N_EXPERTS) {
+        CHECK(atomic_load(&stats->n_evictions) == 0);
+    }
+    pool_destroy(pool);
+}
+
+static void
+test_what_does_not_fit_is_refused_and_leaves_the_pool_usable(void)
+{
+    struct pool_layer layers[N_LAYERS];
+    describe(layers, 8192);
+    struct pool *pool = create(layers, POLICY_LRU, 5);
+    int32_t experts[N_EXPERTS], records[N_EXPERTS];
+    for (unsigned i = 0; i < N_EXPERTS; i++) {
+        experts[i] = (int32_t)i;
+    }
+    CHECK(pool_take(pool, 1, experts, 6, records) == -ENOSPC);
+    CHECK(pool_take(pool, 1, experts, 5, records) == 0);
+    check_bytes(pool, layers, 1, experts, records, 5);
+    experts[2] = N_EXPERTS;
+    CHECK(pool_take(pool, 1, experts, 3, records) == -EINVAL);
+    experts[2] = -1;
+    CHECK(pool_take(pool, 1, experts, 3, records) == -EINVAL);
+    CHECK(pool_take(pool, N_LAYERS, experts, 1, records) == -EINVAL);
+    pool_destroy(pool);
+}
+
+static void
+test_guesses_are_used_and_wrong_ones_are_in_nobodys_way(void)
+{
+    struct pool_layer layers[N_LAYERS];
+    describe(layers, 8192);
+    struct pool *pool = create(layers, POLICY_LRU, 2 * N_USED);
+    int32_t experts[] = {0, 1, 2, 3}, wrong[] = {8, 9}, records[N_USED];
+    for (unsigned i = 0; i < 50; i++) {
+        CHECK(pool_take(pool, i % N_LAYERS, experts, N_USED, records) == 0);
+        check_bytes(pool, layers, i % N_LAYERS, experts, records, N_USED);
+        pool_guess_all(pool, (i + 1) % N_LAYERS);
+        pool_guess(pool, (i + 2) % N_LAYERS, wrong, 2);
+    }
+    const struct pool_stats *stats = pool_get_stats(pool);
+    CHECK(atomic_load(&stats->n_useful) > 0);
+    CHECK(atomic_load(&stats->n_late) <= atomic_load(&stats->n_useful));
+    pool_destroy(pool);
+}
+
+static void
+test_a_step_given_up_while_it_is_read_leaves_the_pool_usable(void)
+{
+    struct pool_layer layers[N_LAYERS];
+    describe(layers, 8192 + 96);
+    struct pool *pool = create(layers, POLICY_LRU, 6);
+    int32_t experts[N_USED], records[N_USED];
+    for (unsigned i = 0; i < 20; i++) {
+        choose(experts, N_USED);
+        CHECK(pool_take(pool, i % N_LAYERS, experts, N_USED, records) == 0);
+        if (i % 3 == 0) {
+            pool_release(pool);
+        }
+    }
+    CHECK(pool_take(pool, 0, experts, N_USED, records) == 0);
+    check_bytes(pool, layers, 0, experts, records, N_USED);
+    CHECK(pool_take(pool, 2, experts, N_USED, records) == 0);
+    pool_destroy(pool);
+}
+
+static void
+test_a_failed_read_is_a_fault_and_is_read_again(unsigned part)
+{
+    struct pool_layer layers[N_LAYERS];
+    describe(layers, 8192);
+    struct pool *pool = create(layers, POLICY_LRU, 8);
+    int32_t experts[] = {3, 7, 3, 5}, records[4];
+    const struct pool_part *p = &layers[1].parts[part];
+    bad = (off_t)(p->offset + 7 * p->slice_bytes + 4000);
+    CHECK(pool_take(pool, 1, experts, 4, records) == 0);
+    struct fault fault = {0};
+    for (unsigned i = 0; i < part; i++) {
+        CHECK(pool_wait(pool, i, &fault) == 0);
+    }
+    CHECK(pool_wait(pool, part, &fault) == -EIO);
+    CHECK(fault.error == -EIO && fault.file == 0);
+    CHECK(fault.offset == p->offset + 7 * p->slice_bytes && fault.len == p->slice_bytes);
+    bad = 0;
+    CHECK(pool_take(pool, 1, experts, 4, records) == 0);
+    check_bytes(pool, layers, 1, experts, records, 4);
+    pool_destroy(pool);
+}
+
+static void
+test_a_file_that_changes_is_a_fault(void)
+{
+    struct pool_layer layers[N_LAYERS];
+    describe(layers, 8192);
+    struct pool *pool = create(layers, POLICY_LRU, 8);
+    int32_t experts[] = {1, 2}, records[2];
+    FILE *file = fopen(path, "ab");
+    CHECK(file != NULL && fputc('x', file) == 'x' && fclose(file) == 0);
+    CHECK(pool_take(pool, 0, experts, 2, records) == 0);
+    struct fault fault = {0};
+    CHECK(pool_wait(pool, 0, &fault) == -ESTALE && fault.error == -ESTALE);
+    pool_destroy(pool);
+}
+
+static void
+remove_file(void)
+{
+    (void)unlink(path);
+}
+
+int
+main(void)
+{
+    *(void **)&real_pread = dlsym(RTLD_NEXT, "pread");
+    const char *folder = getenv("TMPDIR");
+    (void)snprintf(path, sizeof path, "%s/pool-XXXXXX", folder != NULL ? folder : "/tmp");
+    int fd = mkstemp(path);
+    CHECK(fd >= 0 && atexit(remove_file) == 0);
+    content = malloc(SIZE);
+    CHECK(content != NULL);
+    for (size_t i = 0; i < SIZE; i++) {
+        content[i] = (unsigned char)next_random(256);
+    }
+    CHECK(write(fd, content, SIZE) == (ssize_t)SIZE && close(fd) == 0);
+    const char *paths[] = {path};
+    unsigned failed;
+    CHECK(source_open(&source, paths, 1, 3, false, &failed) == 0);
+    const size_t sizes[] = {8192, 8192 + 96, 4096 * 3 + 2048};
+    const size_t n_records[] = {N_USED, 7, (size_t)N_LAYERS * N_EXPERTS};
+    for (unsigned i = 0; i < 27; i++) {
+        test_records_hold_the_experts_asked_for(sizes[i % 3], (enum policy_kind)(i / 3 % 3),
+                                                n_records[i / 9]);
+    }
+    test_what_does_not_fit_is_refused_and_leaves_the_pool_usable();
+    test_guesses_are_used_and_wrong_ones_are_in_nobodys_way();
+    test_a_step_given_up_while_it_is_read_leaves_the_pool_usable();
+    for (unsigned part = 0; part < N_PARTS; part++) {
+        test_a_failed_read_is_a_fault_and_is_read_again(part);
+    }
+    test_a_file_that_changes_is_a_fault();
+    source_close(source);
+    free(content);
+    return 0;
+}
