@@ -1,8 +1,10 @@
-"""Direct reads of model files, many in flight: a path in, its bytes in the caller's buffers out.
+"""Direct reads of model files, and weights streamed by them into llama.cpp's graphs.
 
-Knows neither what the bytes mean nor who asked for them. Written in C; see direct.h and readers.h.
+In: paths and places in the files. Out: bytes in the caller's buffers, or where an operation of the
+graph reads them when it runs. Knows neither models nor who asked. Written in C; see direct.h,
+readers.h and stream.h.
 """
 
-from headrace.native._streamer import Reader, ReaderStats
+from headrace.native._streamer import Reader, ReaderStats, Stream, StreamStats
 
-__all__ = ["Reader", "ReaderStats"]
+__all__ = ["Reader", "ReaderStats", "Stream", "StreamStats"]

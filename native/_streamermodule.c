@@ -1,16 +1,15 @@
-/* headrace.native._streamer: the Python face of direct.h and readers.h.
+/* headrace.native._streamer: the Python face of direct.h and readers.h (and, in
+ * _streamtype.c, of stream.h).
  *
  * Parses arguments, holds buffers, releases the GIL around all that blocks, raises.
  * Fields of a reader are guarded by the GIL.
  */
 
-#define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
-#include <Python.h>
-#include <structmember.h>
+#include "_streamtype.h"
 
 #include <errno.h>
 #include <string.h>
+#include <structmember.h>
 
 #include "direct.h"
 #include "readers.h"
@@ -446,7 +445,7 @@ module_exec(PyObject *module)
     }
     int result = PyModule_AddType(module, (PyTypeObject *)reader_type);
     Py_DECREF(reader_type);
-    return result;
+    return result < 0 ? result : streamtype_add(module);
 }
 
 static int
@@ -479,7 +478,7 @@ static PyModuleDef_Slot module_slots[] = {
 static struct PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT,
     .m_name = "_streamer",
-    .m_doc = "Direct reads of a file, many in flight.",
+    .m_doc = "Direct reads of files, many in flight, and weights streamed by them.",
     .m_size = sizeof(struct module_state),
     .m_slots = module_slots,
     .m_traverse = module_traverse,

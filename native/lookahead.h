@@ -1,0 +1,38 @@
+/* Which experts the next layer is likely to choose: its router applied to what is known.
+ *
+ * In: a router's weights and the hidden state of the layer before. Out: experts, the
+ * likeliest first. A guess only: the state will change by a layer's attention and
+ * experts before the router sees it.
+ */
+
+#ifndef HEADRACE_LOOKAHEAD_H
+#define HEADRACE_LOOKAHEAD_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define LOOKAHEAD_MAX_EXPERTS 1024u
+
+/* Put the n_best experts whose rows of router (n_experts rows of n_inputs, back to back)
+ * have the largest products with state into experts; at most LOOKAHEAD_MAX_EXPERTS rows.
+ * Returns how many there are: less if products are not finite. */
+size_t lookahead(const float *router, size_t n_inputs, size_t n_experts,
+                 const float *state, size_t n_best, int32_t *experts);
+
+enum lookahead_mode { LOOKAHEAD_OFF, LOOKAHEAD_MEASURED, LOOKAHEAD_ON };
+
+/* Whether to guess: measured by the time of passes with and without, if mode says so. */
+struct lookahead_trial {
+    enum lookahead_mode mode;
+    uint64_t sum_ns[2];   /* of passes without, and with */
+    uint64_t n_passes[2];
+    uint64_t n_left;      /* passes until the next decision */
+    bool is_on;
+    bool is_trying;
+};
+
+/* Note the time of a pass of one kind and return whether to guess in the next one. */
+bool lookahead_next(struct lookahead_trial *trial, uint64_t pass_ns);
+
+#endif
