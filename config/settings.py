@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
-from headrace.config.units import format_duration, parse_duration
+from headrace.config.units import format_duration, parse_bytes, parse_duration
 
 T = TypeVar("T")
 
@@ -94,6 +94,12 @@ def _parse_listen(value: object) -> tuple[str, int]:
     return _parse_host(host), _PORT.parse(port or _SCHEME_PORTS[scheme])
 
 
+def _parse_memory(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise ValueError
+    return parse_bytes(str(value))
+
+
 def _parse_path(value: object) -> str:
     if not isinstance(value, str) or "\0" in value:
         raise ValueError
@@ -119,6 +125,8 @@ _KEEP_ALIVE = _Kind(_parse_keep_alive, 'a duration such as "10m" or "1h30m", or 
 _ORIGINS = _Kind(_parse_origins, 'comma-separated "*", patterns with * or scheme://host[:port]')
 _PATH = _Kind(_parse_path, "the path of a file")
 _KV_CACHE_TYPE = _choice("f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl")
+_MEMORY = _Kind(_parse_memory, 'bytes or a size such as "3GiB"')
+_MODE = _choice("auto full-resident expert-streaming dense-ffn-streaming")
 _LOG_LEVEL = _choice("debug info warning error")
 _PARALLEL = _whole(0, 256)  # llama-cparams.h, LLAMA_MAX_SEQ: sequences in one context
 _THREADS = _whole(0, 512)  # ggml.h, GGML_MAX_N_THREADS
@@ -167,6 +175,10 @@ class Settings:
     parallel: int = _setting(
         _PARALLEL, "0", "requests that one model answers at once, 0 for 4", "OLLAMA_NUM_PARALLEL"
     )
+    memory: int = _setting(
+        _MEMORY, "0", "memory of a model with its context, 0 for what is available"
+    )
+    mode: str = _setting(_MODE, "auto", "what of a model stays in memory")
     threads: int = _setting(
         _THREADS, "0", "compute threads, 0 for one per physical performance core"
     )

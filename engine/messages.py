@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 DoneReason = Literal["stop", "length", "cancelled"]
+Mode = Literal["auto", "full-resident", "expert-streaming", "dense-ffn-streaming"]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -59,6 +60,9 @@ class Load(Message, frozen=True, kw_only=True):
     """CPUs for tokenisation and I/O; empty: anywhere."""
     kv_type: str = "f16"
     log_level: str = "info"
+    memory_bytes: int = 0
+    """Weights, streaming, context and compute buffers together; 0: what the machine has free."""
+    mode: Mode = "auto"
 
 
 class Generate(Message, frozen=True, kw_only=True):

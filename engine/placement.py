@@ -5,11 +5,14 @@ In: a model's header, the machine's figures, settings. Out: values. No I/O, no l
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from headrace.engine.gguf import Array, Header
-from headrace.engine.messages import Load
+from headrace.engine.errors import ModelUnusable
+from headrace.engine.gguf import Array, Header, Tensor
+from headrace.engine.messages import Load, Mode
+from headrace.engine.tensors import ExpertBlock, TensorTable
 
 if TYPE_CHECKING:
     from headrace.config.settings import Settings
@@ -30,6 +33,42 @@ MIN_CTX = 256
 N_PARKED = 4
 # Tokens of one forward pass; llama.cpp's own default.
 N_BATCH = 512
+
+
+# One tensor in use, one whole and one being read: the disk never waits for a free slot.
+N_RING_SLOTS = 4
+# llama.cpp's graph, allocator and metadata, before any activation.
+_COMPUTE_BASE_BYTES = 24 << 20
+# A direct read may start a block early and end a block late; native/source.h.
+_SPAN_ALIGN_BYTES = 4096
+# Beside the records, MUL_MAT_ID counts the tokens of each: ggml-cpu.c, ggml_graph_plan.
+_RECORD_COUNTER_BYTES = 64 + 8
+_ROW_BYTES = 8
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsPlan:
+    """Where a model's weights are: resident, or streamed through records or a ring."""
+
+    mode: Mode
+    streamed: tuple[Tensor, ...]
+    """In the order of use; all others are loaded into memory for good."""
+    expert_blocks: tuple[tuple[ExpertBlock, ...], ...]
+    """The blocks of each pool of records."""
+    pool_records: tuple[int, ...]
+    n_ring_slots: int
+    n_ubatch: int
+    """Tokens of one physical batch."""
+    resident_bytes: int
+    stream_bytes: int
+    kv_bytes: int
+    compute_bytes: int
+
+    @property
+    def n_bytes(self) -> int:
+        """All memory that the plan takes."""
+        return self.resident_bytes + self.stream_bytes + self.kv_bytes + self.compute_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +127,149 @@ def plan_context(
     return ContextPlan(n_ctx, n_cells, n_bytes, parking_bytes)
 
 
+def plan_weights(
+    header: Header, table: TensorTable, *, mode: Mode, budget_bytes: int, kv_bytes: int,
+    n_batch: int, n_slots: int,
+) -> WeightsPlan:  # fmt: skip
+    """Return where the weights of a model go so that it runs within budget_bytes.
+
+    The budget covers weights, streaming, compute buffers and the kv_bytes of the context.
+
+    Raises:
+        ModelUnusable: mode does not fit the model, or not even its smallest plan fits the budget.
+    """
+    compute_bytes = _compute_bytes(header, table, n_batch, n_slots)
+    left = budget_bytes - kv_bytes - compute_bytes
+    all_bytes = table.trunk_bytes + table.dense_bytes + table.expert_bytes
+    if mode == "full-resident" or (mode == "auto" and all_bytes <= left):
+        return WeightsPlan(
+            "full-resident", (), (), (), 0, n_batch, all_bytes, 0, kv_bytes, compute_bytes
+        )
+    if mode == "auto":
+        mode = "expert-streaming" if table.experts else "dense-ffn-streaming"
+    if mode == "expert-streaming":
+        if not table.experts:
+            raise ModelUnusable(f"{header.path}: has no experts, expert-streaming needs some")
+        plan = _stream_experts(table, left, n_batch)
+    else:
+        if not table.dense:
+            raise ModelUnusable(f"{header.path}: has no feed-forward weights to stream")
+        plan = _stream_dense(table, left)
+    streamed, pools, records, n_slots_ring, n_ubatch, resident, stream = plan
+    result = WeightsPlan(
+        mode, streamed, pools, records, n_slots_ring, n_ubatch or n_batch, resident, stream,
+        kv_bytes, compute_bytes,
+    )  # fmt: skip
+    if result.n_bytes > budget_bytes:
+        raise ModelUnusable(
+            f"{header.path}: {mode} needs {_mib(result.n_bytes)} of memory at least"
+            f" ({_mib(resident)} of weights, {_mib(stream)} to stream the others,"
+            f" {_mib(kv_bytes)} of context, {_mib(compute_bytes)} of buffers),"
+            f" {_mib(budget_bytes)} is there; raise --memory or lower --context"
+        )
+    return result
+
+
+def wanted_kv_bytes(
+    header: Header, table: TensorTable, load: Load, bytes_per_cell: int, budget_bytes: int
+) -> int:
+    """Return the bytes to set aside for a context when weights have to be streamed.
+
+    All slots if that is an eighth of what the trunk leaves at most, else one sequence: memory for
+    cells that are seldom used is memory that weights don't have in every step.
+    """
+    n_ctx = min(load.n_ctx, header.context_length or load.n_ctx)
+    one = -(-n_ctx // 256) * 256 * bytes_per_cell
+    left = max(budget_bytes - table.trunk_bytes, 0)
+    return max(one, min(one * load.n_slots, left // 8))
+
+
+def describe(plan: WeightsPlan, budget_bytes: int) -> str:
+    """Return one line for the log: what is where."""
+    parts = [f"{plan.mode}: {_mib(plan.resident_bytes)} of weights in memory"]
+    if plan.streamed:
+        streamed = sum(tensor.n_bytes for tensor in plan.streamed)
+        parts.append(f"{_mib(streamed)} streamed through {_mib(plan.stream_bytes)}")
+        n_experts = sum(block.n_experts for blocks in plan.expert_blocks for block in blocks)
+        if n_experts:
+            parts.append(f"{sum(plan.pool_records)} of {n_experts} experts cached")
+    parts.append(f"{_mib(plan.kv_bytes)} for the context")
+    return f"{', '.join(parts)}; {_mib(budget_bytes)} is the budget"
+
+
+_Parts = tuple[
+    tuple[Tensor, ...], tuple[tuple[ExpertBlock, ...], ...], tuple[int, ...], int, int, int, int
+]
+
+
+def _stream_experts(table: TensorTable, left_bytes: int, n_batch: int) -> _Parts:
+    """Stream all routed experts; each pool gets its share of the memory, at least one token's."""
+    pools = tuple(_by_shape(table.experts))
+    resident = table.trunk_bytes + table.dense_bytes
+    records, stream, n_ubatch = [], 0, n_batch
+    for blocks in pools:
+        n_experts, n_used = blocks[0].n_experts, min(table.n_used, blocks[0].n_experts)
+        pool_bytes = sum(part.n_bytes for block in blocks for part in block.parts)
+        share = max(left_bytes - resident, 0) * pool_bytes // table.expert_bytes
+        record_bytes = sum(_span_room(n) for n in blocks[0].slice_bytes)
+        record_bytes += _RECORD_COUNTER_BYTES + n_used * n_batch * _ROW_BYTES
+        n_fit = (share - _HUGE_PAGE_BYTES) // record_bytes
+        n = min(max(n_fit, len(blocks) * n_used), len(blocks) * n_experts)
+        if n < n_experts:
+            n_ubatch = min(n_ubatch, n // n_used)
+        records.append(n)
+        stream += n * record_bytes + _HUGE_PAGE_BYTES
+    streamed = tuple(part for blocks in pools for block in blocks for part in block.parts)
+    return streamed, pools, tuple(records), 0, n_ubatch, resident, stream
+
+
+def _stream_dense(table: TensorTable, left_bytes: int) -> _Parts:
+    """Keep as many feed-forward tensors as fit, spread evenly over their order of use."""
+    tensors = [item.tensor for item in table.dense]
+    slot = _span_room(max(tensor.n_bytes for tensor in tensors))
+    n_slots = min(N_RING_SLOTS, max(2, len(tensors)))
+    stream = n_slots * slot + _HUGE_PAGE_BYTES
+    pin_bytes = left_bytes - table.trunk_bytes - table.expert_bytes - stream
+    pinned = seen = 0
+    streamed = []
+    for tensor in tensors:
+        seen += tensor.n_bytes
+        # Never more than the even share up to here: pins and reads alternate in all layers.
+        if pinned + tensor.n_bytes <= pin_bytes * seen // table.dense_bytes:
+            pinned += tensor.n_bytes
+        else:
+            streamed.append(tensor)
+    resident = table.trunk_bytes + table.expert_bytes + pinned
+    return tuple(streamed), (), (), n_slots, 0, resident, stream
+
+
+def _by_shape(blocks: Iterable[ExpertBlock]) -> Iterable[tuple[ExpertBlock, ...]]:
+    """Return the blocks of each shape, which can share records."""
+    pools: dict[object, list[ExpertBlock]] = {}
+    for block in blocks:
+        pools.setdefault(block.shape, []).append(block)
+    return [tuple(pool) for pool in pools.values()]
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**20:,.1f} MiB"
+
+
+def _span_room(n_bytes: int) -> int:
+    return (n_bytes + 2 * (_SPAN_ALIGN_BYTES - 1)) // _SPAN_ALIGN_BYTES * _SPAN_ALIGN_BYTES
+
+
+def _compute_bytes(header: Header, table: TensorTable, n_batch: int, n_slots: int) -> int:
+    """Return about what llama.cpp takes for the activations of one physical batch, and more."""
+    n_embd = header.embedding_length
+    widest = max((item.tensor.shape[1] for item in table.dense), default=0)
+    if table.experts:
+        inner = max(block.parts[-1].shape[0] for block in table.experts)
+        widest = max(widest, table.n_used * (inner + n_embd))
+    n_vocab = max((t.shape[1] for t in table.trunk if t.name == "token_embd.weight"), default=0)
+    return _COMPUTE_BASE_BYTES + 4 * (n_batch * (8 * n_embd + 2 * widest) + n_slots * n_vocab)
+
+
 def plan_load(model: Model, settings: Settings, topology: Topology) -> Load:
     """Return how model is loaded on this machine."""
     n_threads = settings.threads or topology.default_threads
@@ -105,4 +287,6 @@ def plan_load(model: Model, settings: Settings, topology: Topology) -> Load:
         io_cpus=efficiency,
         kv_type=settings.kv_cache_type,
         log_level=settings.log_level,
+        memory_bytes=settings.memory,
+        mode=cast(Mode, settings.mode),
     )

@@ -188,12 +188,13 @@ def test_flag_overrides_environment_and_file(config: Path) -> None:
 def test_file_holds_every_setting_in_the_types_of_toml(tmp_path: Path) -> None:
     path = tmp_path / "all.toml"
     path.write_text(
-        'host = "::"\nport = 1\ncontext = 2\nparallel = 3\nthreads = 4\nkeep_alive = -1\n'
+        'host = "::"\nport = 1\ncontext = 2\nparallel = 3\nmemory = "3GiB"\nmode = "auto"\n'
+        "threads = 4\nkeep_alive = -1\n"
         'max_queue = 5\nkv_cache_type = "f32"\nchat_template_file = "t"\n'
         'origins = ["*", "app://x"]\nlog_level = "error"\n'
     )
     assert load(["--config", str(path)], {}).settings == Settings(
-        "::", 1, 2, 3, 4, math.inf, 5, "f32", "t", ("*", "app://x"), "error"
+        "::", 1, 2, 3, 3 << 30, "auto", 4, math.inf, 5, "f32", "t", ("*", "app://x"), "error"
     )
 
 
@@ -339,6 +340,8 @@ def test_description_names_value_and_source_of_every_setting() -> None:
         "port = 11434 (environment OLLAMA_HOST)",
         "context = 4096 (default)",
         "parallel = 0 (default)",
+        "memory = 0 (default)",
+        "mode = auto (default)",
         "threads = 0 (default)",
         "keep_alive = 1h30m (flag)",
         "max_queue = 512 (default)",
