@@ -12,7 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from headrace.engine.errors import EngineError, InvalidRequest, ModelUnusable, PromptTooLong
+from headrace.engine.errors import (
+    EngineError,
+    InvalidRequest,
+    ModelUnusable,
+    PromptTooLong,
+    WeightsUnreadable,
+)
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.llama import Batch, Context, Model, Sampler
 from headrace.engine.logprobs import token_logprob
@@ -30,6 +36,7 @@ from headrace.engine.messages import (
 from headrace.engine.placement import ContextPlan
 from headrace.engine.scheduler import plan_step
 from headrace.engine.sequence import Sequence, State
+from headrace.engine.weights import StreamStats
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +50,12 @@ PlanContext = Callable[[int], ContextPlan]
 class Engine:
     """Runs requests on one model; everything but submit, cancel and stop is its own thread's."""
 
-    def __init__(self, model: Model, load: Load, plan_context: PlanContext, emit: Emit) -> None:
+    def __init__(
+        self, model: Model, load: Load, plan_context: PlanContext, emit: Emit, n_ubatch: int = 0
+    ) -> None:
         """Take over model and make its first context; plan_context plans one for a wanted n_ctx.
+
+        n_ubatch, if not 0, is the physical batch that a forward pass is cut into.
 
         Raises:
             ModelUnusable: the context can't be made.
@@ -54,6 +65,8 @@ class Engine:
         self._load = load
         self._plan_context = plan_context
         self._emit = emit
+        self._n_ubatch = n_ubatch
+        self._stream_marks: dict[int, StreamStats] = {}
         self._inbox: queue.SimpleQueue[tuple[Generate, list[int]] | int | None] = (
             queue.SimpleQueue()
         )
@@ -221,6 +234,8 @@ class Engine:
                 n_accepts = sampler.n_accepts
                 sampler.accept(sequence.tokens[-n_accepts:] if n_accepts else ())
                 sequence.sampler = sampler
+            if self.model.stream is not None:
+                self._stream_marks[sequence.uid] = self.model.stream.stats()
             self._running.append(sequence)
 
     def _needs_context(self, sequence: Sequence) -> bool:
@@ -255,7 +270,7 @@ class Engine:
         self._context = Context(
             self.model, n_cells=plan.n_cells, n_seqs=n_seqs + 1, n_batch=self._load.n_batch,
             n_threads=self._load.n_threads, n_threads_batch=self._load.n_threads_batch,
-            kv_type=self._load.kv_type,
+            kv_type=self._load.kv_type, n_ubatch=self._n_ubatch,
         )  # fmt: skip
         self._plan = plan
         self._cache = KVCache(
@@ -310,16 +325,21 @@ class Engine:
         has_companion = self._batch.n_tokens == 1 and self._cache.wants_company(sequences[0].seq_id)
         if has_companion:
             self._batch.add_companion(self._companion_id)
-        while (status := self._context.decode(self._batch)) == 1:
-            if self._cache.evict():
-                continue
-            self._preempt(self._running[-1])
-            return False
+        error: EngineError
+        try:
+            while (status := self._context.decode(self._batch)) == 1:
+                if self._cache.evict():
+                    continue
+                self._preempt(self._running[-1])
+                return False
+            error = ModelUnusable(f"evaluating a batch failed with status {status}")
+        except WeightsUnreadable as unreadable:
+            logger.error("%s", unreadable)
+            status, error = -1, unreadable
         if has_companion:
             self._context.remove(self._companion_id)
         if status == 0:
             return True
-        error = ModelUnusable(f"evaluating a batch failed with status {status}")
         for sequence in sequences:
             self._leave(sequence, keeps_prefix=False)
             self._fail(sequence.uid, error)
@@ -402,6 +422,10 @@ class Engine:
         if sequence.sampler is not None:
             sequence.sampler.close()
         sequence.move("finish")
+        mark = self._stream_marks.pop(sequence.uid, None)
+        if mark is not None and self.model.stream is not None:
+            # Requests that run at once read for each other: each one's line has what all read.
+            logger.info("uid %d: %s", sequence.uid, self.model.stream.describe_since(mark))
 
     def _fail(self, uid: int, error: EngineError) -> None:
         self._events.append(

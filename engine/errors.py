@@ -3,6 +3,7 @@
 EngineError 500
   InvalidRequest 400    PromptTooLong 400     ModelNotFound 404
   Overloaded 503        ModelUnusable 500     EngineDied 500
+  WeightsUnreadable 500
     (ModelUnusable: the file can't be run; ModelFileError: not even read)
 
 Each class carries the HTTP status that fits it; across the process border an error travels as
@@ -55,6 +56,10 @@ class ModelUnusable(EngineError):
 
 class ModelFileError(ModelUnusable):
     """The model file is not a valid GGUF; the message names path, what was found and expected."""
+
+
+class WeightsUnreadable(EngineError):
+    """Weights of a loaded model could not be read for a step; names file, offset and reason."""
 
 
 class EngineDied(EngineError):

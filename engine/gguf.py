@@ -141,6 +141,7 @@ class Header:
     alignment: int
     data_offset: int
     files: tuple[SourceFile, ...]
+    table_offset: int = 0  # where the tensor table starts
 
     def get_int(self, key: str, default: int) -> int:
         """Return the metadata value of key, or default if it is missing or no integer."""
@@ -376,6 +377,7 @@ def _read_file(path: Path, file: BinaryIO, status: os.stat_result) -> Header:
     source = _Source(path, file, status.st_size)
     version, n_tensors, n_keys = _read_preamble(source)
     metadata = _read_metadata(source, n_keys)
+    table_offset = source.position
     alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
     if alignment == 0 or alignment & (alignment - 1):
         raise source.error(f"general.alignment is {alignment}, expected a power of two")
@@ -383,7 +385,7 @@ def _read_file(path: Path, file: BinaryIO, status: os.stat_result) -> Header:
     data_offset = _padded(source.position, alignment)
     tensors = tuple(_place(source, entries, data_offset, alignment))
     read = SourceFile(path, status.st_size, status.st_mtime_ns, status.st_ino, source.digest())
-    return Header(path, version, metadata, tensors, alignment, data_offset, (read,))
+    return Header(path, version, metadata, tensors, alignment, data_offset, (read,), table_offset)
 
 
 def _read_preamble(source: _Source) -> tuple[int, int, int]:

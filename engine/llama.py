@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from headrace.engine.errors import ModelUnusable
 from headrace.engine.messages import SamplingParams
+from headrace.engine.streaming import Functions, WeightStream
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,18 @@ def start_backend() -> None:
     """Initialise llama.cpp and route its log; call once, before anything else here."""
     c.llama_log_set(_log, ctypes.c_void_p(0))
     c.llama_backend_init()
+
+
+def streaming_functions() -> Functions:
+    """Return the addresses of ggml's functions that a WeightStream calls."""
+    names = (
+        "ggml_version", "ggml_backend_cpu_buffer_type", "ggml_backend_buft_name",
+        "ggml_backend_buffer_init", "ggml_backend_tensor_get",
+    )  # fmt: skip
+    version, cpu, name, init, get = (
+        ctypes.cast(getattr(c._lib, function), ctypes.c_void_p).value or 0 for function in names
+    )
+    return version, cpu, name, init, get
 
 
 def _reason(default: str) -> str:
@@ -123,21 +136,37 @@ class Vocab:
 
 
 class Model:
-    """Weights and vocabulary of one GGUF file, loaded by llama.cpp's own loader."""
+    """Weights and vocabulary of one GGUF file, loaded by llama.cpp's own loader or streamed."""
 
-    def __init__(self, path: Path, *, repacks: bool = True) -> None:
+    def __init__(
+        self, path: Path, *, repacks: bool = True, stream: WeightStream | None = None
+    ) -> None:
         """Load path wholly into memory's reach (mmap; repacked copies if repacks).
+
+        With a stream, which is then the model's, its weights are loaded from and used through it,
+        and not repacked: the numbers are those of a model that is resident and not repacked.
 
         Raises:
             ModelUnusable: llama.cpp refuses the file; the message gives its reason.
         """
         params = c.llama_model_default_params()
-        params.use_extra_bufts = repacks
         _recent_errors.clear()
-        self.pointer = c.llama_model_load_from_file(os.fsencode(path), params)
-        """llama.cpp's own object; None once closed."""
+        self.stream = stream
+        if stream is None:
+            params.use_extra_bufts = repacks
+            self.pointer = c.llama_model_load_from_file(os.fsencode(path), params)
+            """llama.cpp's own object; None once closed."""
+        else:
+            self.pointer = _load_streamed(stream, params)
         if not self.pointer:
-            raise ModelUnusable(f"{path}: {_reason('llama.cpp refuses the file')}")
+            error = stream.load_error() if stream is not None else None
+            raise ModelUnusable(error or f"{path}: {_reason('llama.cpp refuses the file')}")
+        if stream is not None:
+            try:
+                stream.start()
+            except ModelUnusable:
+                self.close()
+                raise
         self.vocab = Vocab(c.llama_model_get_vocab(self.pointer))
         self.n_ctx_train: int = c.llama_model_n_ctx_train(self.pointer)
         self.n_swa: int = c.llama_model_n_swa(self.pointer)
@@ -153,6 +182,27 @@ class Model:
         if self.pointer:
             c.llama_model_free(self.pointer)
             self.pointer = None
+        if self.stream is not None:
+            self.stream.close()
+
+
+def _load_streamed(stream: WeightStream, params: Any) -> Any:
+    """Load a model from the stream's file; None if llama.cpp refuses it."""
+    native = stream.native
+    overrides = (_BufferOverride * (len(stream.patterns) + 1))()
+    for override, pattern in zip(overrides, stream.patterns, strict=False):
+        override.pattern, override.buffer_type = pattern.encode(), native.buffer_type
+    params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+    params.use_extra_bufts = False
+    params.load_mode = c.LLAMA_LOAD_MODE_NONE
+    params.lazy_mode = c.LLAMA_LAZY_MODE_OFF
+    return c.llama_model_load_from_file_ptr(native.file, params)
+
+
+class _BufferOverride(ctypes.Structure):
+    """llama_model_tensor_buft_override; the binding only declares a pointer to it."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
 class Batch:
@@ -205,9 +255,9 @@ class Context:
 
     def __init__(
         self, model: Model, *, n_cells: int, n_seqs: int, n_batch: int, n_threads: int,
-        n_threads_batch: int, kv_type: str = "f16",
+        n_threads_batch: int, kv_type: str = "f16", n_ubatch: int = 0,
     ) -> None:  # fmt: skip
-        """Allocate a context.
+        """Allocate a context; n_ubatch, if not 0, is the physical batch that n_batch is cut into.
 
         Raises:
             ModelUnusable: llama.cpp can't make it (memory, or a KV type that the model can't use).
@@ -215,7 +265,8 @@ class Context:
         params = c.llama_context_default_params()
         params.n_ctx = n_cells
         params.n_seq_max = n_seqs
-        params.n_batch = params.n_ubatch = n_batch
+        params.n_batch = n_batch
+        params.n_ubatch = n_ubatch or n_batch
         params.n_outputs_max = max(n_seqs, 1)
         params.n_threads = n_threads
         params.n_threads_batch = n_threads_batch
@@ -224,6 +275,12 @@ class Context:
         # A full-size window cache lets sliding-window models rewind like all others.
         params.swa_full = True
         params.no_perf = True
+        if model.stream is not None:
+            native = model.stream.native
+            params.cb_eval = c.ggml_backend_sched_eval_callback(native.eval_callback)
+            params.cb_eval_user_data = native.user_data
+            params.abort_callback = c.ggml_abort_callback(native.abort_callback)
+            params.abort_callback_data = native.user_data
         _recent_errors.clear()
         self._model = model
         self._ctx = c.llama_init_from_model(model.pointer, params)
@@ -234,8 +291,17 @@ class Context:
         self.n_vocab = model.vocab.n_tokens
 
     def decode(self, batch: Batch) -> int:
-        """Evaluate batch; 0 done, 1 no free cells (nothing changed), else llama.cpp's error."""
-        return int(c.llama_decode(self._ctx, batch._batch))
+        """Evaluate batch; 0 done, 1 no free cells (nothing changed), else llama.cpp's error.
+
+        Raises:
+            WeightsUnreadable: a streamed weight could not be read; the batch was not evaluated.
+        """
+        status = int(c.llama_decode(self._ctx, batch._batch))
+        if self._model.stream is not None:
+            error = self._model.stream.finish()
+            if error is not None:
+                raise error
+        return status
 
     def logits(self, i: int) -> npt.NDArray[np.float32]:
         """Return the logits of the batch's token i, (n_vocab,) float32, valid until decode."""

@@ -15,6 +15,8 @@ from typing import BinaryIO, cast
 
 from headrace.engine.errors import ModelFileError
 from headrace.native import Reader
+from headrace.native import Stream as Stream
+from headrace.native import StreamStats as StreamStats
 
 logger = logging.getLogger(__name__)
 

@@ -40,10 +40,11 @@ from headrace.engine.messages import (
 )
 from headrace.engine.openmp import installed_environment
 from headrace.engine.prompt import prompt_tokens, tokenize_segments
+from headrace.engine.tensors import read_tensors
 
 if TYPE_CHECKING:
     from headrace.engine.engine import Engine
-    from headrace.engine.llama import Vocab
+    from headrace.engine.llama import Model, Vocab
 
 logger = logging.getLogger(__name__)
 
@@ -166,19 +167,37 @@ def _load_engine(load: Load, emit: Callable[[list[Event]], None]) -> Engine:
     from headrace.engine import engine, llama, weights
 
     header = read_model(Path(load.path), weights.open_direct)
-    available = hardware.available_memory_bytes(Path("/"))
-    llama.start_backend()
-    model = llama.Model(Path(load.path))
-    budget = available - model.size_bytes - placement.HEADROOM_BYTES
+    table = read_tensors(header)
     bytes_per_cell = placement.kv_bytes_per_cell(header, load.kv_type)
+    available = hardware.available_memory_bytes(Path("/")) - placement.HEADROOM_BYTES
+    budget = load.memory_bytes or available
+    plan = placement.plan_weights(
+        header, table, mode=load.mode, budget_bytes=budget, n_batch=load.n_batch,
+        n_slots=load.n_slots,
+        kv_bytes=placement.wanted_kv_bytes(header, table, load, bytes_per_cell, budget),
+    )  # fmt: skip
+    logger.info("%s", placement.describe(plan, budget))
+    llama.start_backend()
+    model = _load_model(header, plan)
+    left = budget - plan.resident_bytes - plan.stream_bytes - plan.compute_bytes
 
     def plan_context(n_ctx: int) -> placement.ContextPlan:
         return placement.plan_context(
             n_ctx, load.n_slots, n_ctx_train=model.n_ctx_train, bytes_per_cell=bytes_per_cell,
-            budget_bytes=budget, widens=_widens(header),
+            budget_bytes=left, widens=_widens(header),
         )  # fmt: skip
 
-    return engine.Engine(model, load, plan_context, emit)
+    return engine.Engine(model, load, plan_context, emit, n_ubatch=plan.n_ubatch)
+
+
+def _load_model(header: Header, plan: placement.WeightsPlan) -> Model:
+    """Load the model as planned, by llama.cpp's own loader or streamed."""
+    from headrace.engine import llama, streaming
+
+    if plan.mode == "full-resident":
+        return llama.Model(header.path)
+    stream = streaming.WeightStream(header, plan, llama.streaming_functions())
+    return llama.Model(header.path, stream=stream)
 
 
 def _widens(header: Header) -> bool:

@@ -1,0 +1,199 @@
+"""Weights that are read while they are used: from a plan to what llama.cpp is given.
+
+In: a model's header, its tensor table and a WeightsPlan. Out: a WeightStream, which llama.Model
+loads from and contexts call back into. Knows the C stream and GGUF's layout, and no llama.cpp.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import resource
+import struct
+from collections.abc import Iterator
+
+from headrace.engine.errors import ModelUnusable, WeightsUnreadable
+from headrace.engine.gguf import Header, Tensor
+from headrace.engine.placement import WeightsPlan
+from headrace.engine.weights import Stream, StreamStats, open_direct
+
+logger = logging.getLogger(__name__)
+
+# Enough to keep a disk's queue full with 1 MiB reads.
+N_IO_THREADS = 8
+
+_MEMORY, _FILE, _STREAMED = range(3)  # native/vfile.h, enum vfile_kind
+_REASONS = {
+    errno.ENODATA: "the file ends within them",
+    errno.ESTALE: "the file was changed after it was loaded",
+    errno.ENOSPC: "the step needs more expert records than there are",
+}
+
+Functions = tuple[int, int, int, int, int]
+Fault = tuple[int, bytes | None, int, int, str, str]
+
+
+class WeightStream:
+    """The weights of one model on their way to llama.cpp; owns files, threads and buffers."""
+
+    def __init__(
+        self, header: Header, plan: WeightsPlan, functions: Functions, *,
+        n_threads: int = N_IO_THREADS, direct: bool = True, policy: int = 0, lookahead: int = 1,
+    ) -> None:  # fmt: skip
+        """Open the files of a model; functions are addresses as native.Stream wants them.
+
+        Raises:
+            ModelUnusable: a file can't be opened or changed since its header was read, or
+                llama.cpp is not the version that streaming is made for.
+        """
+        self._path = header.path
+        self.patterns = _patterns(plan.streamed)
+        """Regular expressions for the names of the streamed tensors."""
+        head, places = _virtual_header(header)
+        streamed = {tensor.name for tensor in plan.streamed}
+        extents = [(0, len(head), _MEMORY, 0, 0)]
+        for tensor, start in places:
+            kind = _STREAMED if tensor.name in streamed else _FILE
+            extents.append((start, tensor.n_bytes, kind, tensor.file_index, tensor.offset_bytes))
+        paths = tuple(os.fsencode(file.path) for file in header.files)
+        try:
+            self.native = Stream(
+                functions, paths, head, tuple(extents), tuple(_weights(plan)), plan.pool_records,
+                plan.n_ring_slots, n_threads, direct, policy, lookahead,
+            )  # fmt: skip
+        except OSError as error:
+            if error.errno == errno.ENOTSUP:
+                reason = "can't stream to this llama.cpp, expected llama-cpp-python 0.3.36"
+            else:
+                reason = f"can't be opened for streaming: {str(error.strerror).lower()}"
+            raise ModelUnusable(f"{header.path}: {reason}") from error
+        if not all(file.is_current() for file in header.files):
+            self.close()
+            raise ModelUnusable(f"{header.path}: was replaced while it was opened")
+        if direct and not self.native.is_direct:
+            logger.warning(
+                "%s: its file system refuses direct reads, reading through it", header.path
+            )
+
+    def start(self) -> None:
+        """Take the memory for streaming; after the model was loaded.
+
+        Raises:
+            ModelUnusable: there is not enough, or llama.cpp placed a tensor elsewhere.
+        """
+        try:
+            self.native.start()
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                reason = "llama.cpp does not use all weights that were to be streamed"
+            else:
+                reason = f"no memory to stream weights: {str(error.strerror).lower()}"
+            raise ModelUnusable(f"{self._path}: {reason}") from error
+
+    def load_error(self) -> str | None:
+        """Return why loading failed, if a read did."""
+        fault = self.native.load_fault()
+        return None if fault is None else _reason(fault)
+
+    def finish(self) -> WeightsUnreadable | None:
+        """End a step, and return the error that makes its results worthless, if any."""
+        fault = self.native.finish()
+        return None if fault is None else WeightsUnreadable(_reason(fault))
+
+    def stats(self) -> StreamStats:
+        """Return the counters since the files were opened."""
+        return self.native.stats()
+
+    def describe_since(self, before: StreamStats) -> str:
+        """Return what happened since before, a former stats(), as words for a log line."""
+        now = self.native.stats()
+        n_read = now.bytes_read - before.bytes_read
+        busy_ns = max(now.busy_ns - before.busy_ns, 1)
+        parts = [
+            f"read_mb={n_read / 1e6:.1f}",
+            f"read_mb_per_s={n_read / busy_ns * 1e3:.0f}",
+            f"read_s={busy_ns / 1e9:.2f}",
+            f"stall_s={(now.stall_ns - before.stall_ns) / 1e9:.2f}",
+        ]
+        names = (
+            "n_hits", "n_misses", "n_evictions", "n_guesses", "n_useful", "n_late", "n_ahead",
+            "n_demand",
+        )  # fmt: skip
+        deltas = ((name, getattr(now, name) - getattr(before, name)) for name in names)
+        parts += [f"{name}={n}" for name, n in deltas if n]
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        return " ".join([*parts, f"stream_mb={now.resident_bytes / 1e6:.0f}", f"majflt={faults}"])
+
+    def close(self) -> None:
+        """Free everything; contexts and model must be closed before."""
+        self.native.close()
+
+
+def _reason(fault: Fault) -> str:
+    error, path, offset, length, node, weight = fault
+    if path is None and error == errno.ENOTSUP:
+        what = f"weight {weight!r}" if weight else "a streamed weight"
+        return f"{what} is used by {node!r} in a way that streaming does not know"
+    reason = _REASONS.get(error, os.strerror(error).lower())
+    if path is None:
+        return f"weights for {node!r}: {reason}"
+    of = f" of {weight}" if weight else ""
+    return f"{os.fsdecode(path)}: reading {length} bytes at offset {offset}{of}: {reason}"
+
+
+def _weights(plan: WeightsPlan) -> Iterator[tuple[bytes, int, int, int, int, int, int]]:
+    """Yield the streamed tensors as native.Stream wants them."""
+    for pool, blocks in enumerate(plan.expert_blocks):
+        for block in blocks:
+            for part in block.parts:
+                yield (*_place(part), block.block, block.n_experts, pool)
+    if not plan.expert_blocks:
+        for tensor in plan.streamed:
+            yield (*_place(tensor), -1, 0, 0)
+
+
+def _place(tensor: Tensor) -> tuple[bytes, int, int, int]:
+    return tensor.name.encode(), tensor.file_index, tensor.offset_bytes, tensor.n_bytes
+
+
+def _patterns(tensors: tuple[Tensor, ...]) -> tuple[str, ...]:
+    """Return one regular expression for each kind of tensor: llama.cpp tries all on each name."""
+    blocks: dict[str, list[str]] = {}
+    for tensor in tensors:
+        _, block, kind = tensor.name.split(".", 2)
+        blocks.setdefault(kind, []).append(block)
+    return tuple(
+        rf"^blk\.({'|'.join(numbers)})\.{re.escape(kind)}$" for kind, numbers in blocks.items()
+    )
+
+
+def _virtual_header(header: Header) -> tuple[bytes, list[tuple[Tensor, int]]]:
+    """Return the header of one file with all tensors, and where each is in that file.
+
+    Of a single file it is the file's own; of a split model the first one's metadata with a tensor
+    table of all parts.
+    """
+    if len(header.files) == 1:
+        with open_direct(header.path) as file:
+            head = file.read(header.data_offset)
+        return head, [(tensor, tensor.offset_bytes) for tensor in header.tensors]
+    with open_direct(header.path) as file:
+        metadata = file.read(header.table_offset)[24:]
+    n_keys = len(header.metadata)
+    made = bytearray(struct.pack("<4sIQQ", b"GGUF", 3, len(header.tensors), n_keys) + metadata)
+    offset, offsets = 0, []
+    for tensor in header.tensors:
+        name = tensor.name.encode()
+        made += struct.pack(f"<Q{len(name)}sI", len(name), name, len(tensor.shape))
+        made += struct.pack(f"<{len(tensor.shape)}QIQ", *tensor.shape, tensor.type_id, offset)
+        offsets.append(offset)
+        offset += _padded(tensor.n_bytes, header.alignment)
+    made += bytes(_padded(len(made), header.alignment) - len(made))
+    places = [(t, len(made) + o) for t, o in zip(header.tensors, offsets, strict=True)]
+    return bytes(made), places
+
+
+def _padded(n_bytes: int, alignment: int) -> int:
+    return -(-n_bytes // alignment) * alignment
