@@ -128,7 +128,7 @@ _KV_CACHE_TYPE = _choice("f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl")
 _MEMORY = _Kind(_parse_memory, 'bytes or a size such as "3GiB"')
 _MODE = _choice("auto full-resident expert-streaming dense-ffn-streaming")
 _LOG_LEVEL = _choice("debug info warning error")
-_PARALLEL = _whole(0, 256)  # llama-cparams.h, LLAMA_MAX_SEQ: sequences in one context
+_PARALLEL = _whole(0, 128)  # llama-cparams.h, LLAMA_MAX_SEQ: 256 sequences, some for idle ones
 _THREADS = _whole(0, 512)  # ggml.h, GGML_MAX_N_THREADS
 _COUNT = _whole(1, 2**31 - 1)
 

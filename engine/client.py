@@ -115,7 +115,6 @@ class EngineClient:
         self._streams: dict[int, Stream] = {}
         self._uids = itertools.count(1)
         self._ready: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
-        self._ended = asyncio.Event()
         self._reaper: asyncio.Task[None] | None = None
         self.n_ctx = 0
         """Tokens of each sequence's context; follows the engine's changes."""

@@ -168,7 +168,9 @@ class Engine:
 
     def _accept(self, request: Generate, tokens: list[int]) -> None:
         """Queue a request if its prompt fits the context that it will run in."""
-        n_ctx = self._plan_context(request.n_ctx).n_ctx if request.n_ctx else self.n_ctx
+        n_ctx = self.n_ctx
+        if request.n_ctx or len(tokens) >= n_ctx:
+            n_ctx = self._plan_context(request.n_ctx or self._load.n_ctx).n_ctx
         try:
             sequence = Sequence(request, self._fit(request, tokens, n_ctx), n_ctx)
         except EngineError as error:

@@ -171,7 +171,6 @@ class Model:
         self.n_ctx_train: int = c.llama_model_n_ctx_train(self.pointer)
         self.n_swa: int = c.llama_model_n_swa(self.pointer)
         self.size_bytes: int = c.llama_model_size(self.pointer)
-        self.has_decoder: bool = c.llama_model_has_decoder(self.pointer)
         self.is_recurrent: bool = c.llama_model_is_recurrent(
             self.pointer
         ) or c.llama_model_is_hybrid(self.pointer)

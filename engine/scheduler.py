@@ -1,8 +1,8 @@
 """Decides what the next forward passes evaluate: a pure function from sequences to a plan.
 
 Decode tokens of all running sequences form one pass; a chunk of one prompt forms another, beside
-it. They never share a pass: attention kernels choose their path by the number of tokens, and a
-sequence must get the same numbers alone and in company.
+it. They never share a pass: attention kernels choose their path by the number of tokens, and as
+far as they allow it a sequence gets the same numbers alone and in company.
 """
 
 from __future__ import annotations

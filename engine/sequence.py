@@ -65,7 +65,6 @@ class Sequence:
         self.sampler: TokenSampler | None = None
         self.detokenizer = Detokenizer(request.stop)
         self.held_logprobs: list[Logprob] = []
-        self.generated: list[int] = []
         self._clock = clock
         self._arrived_ns = clock()
         self._admitted_ns = self._first_token_ns = 0
@@ -99,7 +98,6 @@ class Sequence:
         if not self._first_token_ns:
             self._first_token_ns = self._clock()
         self.tokens.append(token)
-        self.generated.append(token)
         self.n_generated += 1
 
     def repeats(self, piece: bytes) -> bool:

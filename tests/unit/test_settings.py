@@ -247,7 +247,7 @@ def test_absent_default_file_is_no_error(environ: dict[str, str]) -> None:
         (["--host", "h:80"], "flag: host is 'h:80'", "a host name or an IP address"),
         (["--host", "http://h"], "flag: host is 'http://h'", "a host name or an IP address"),
         (["--context", "0"], "flag: context is '0'", "a whole number from 1 to 2147483647"),
-        (["--parallel", "257"], "flag: parallel is '257'", "a whole number from 0 to 256"),
+        (["--parallel", "129"], "flag: parallel is '129'", "a whole number from 0 to 128"),
         (["--threads", "513"], "flag: threads is '513'", "a whole number from 0 to 512"),
         (["--keep-alive", "abc"], "flag: keep_alive is 'abc'", "a duration such as"),
         (["--kv-cache-type", "f8"], "flag: kv_cache_type is 'f8'", "one of f32, f16, bf16"),
