@@ -61,8 +61,9 @@ def test_killed_engine_ends_the_stream_with_an_error_and_the_next_request_works(
 
 def test_engine_killed_before_the_first_byte_is_a_500(smollm2_server: Server) -> None:
     server = smollm2_server
-    body = {"model": server.names()[0], "prompt": "hi", "stream": False, "options": LONG}
-    stream(server.url, "/api/generate", {**body, "options": {"num_predict": 1}})
+    body = {"model": server.names()[0], "prompt": "1, 2, 3, 4, 5,", "raw": True, "options": LONG}
+    body["stream"] = False
+    stream(server.url, "/api/generate", {**body, "options": {"num_predict": 1}})  # it is loaded
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(httpx.post, f"{server.url}/api/generate", json=body, timeout=60)
         time.sleep(0.5)

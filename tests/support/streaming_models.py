@@ -75,7 +75,9 @@ class _Builder:
     def tensor(self, name: str, dims: tuple[int, ...], kind: Q = Q.F32, scale: float = 0.0) -> None:
         """Add a random tensor; dims are numpy's, rows last. Norms (scale < 0) are near one."""
         values = self.random.standard_normal(dims, dtype=np.float32)
-        values = 1 + values / 10 if scale < 0 else values * (scale or dims[-1] ** -0.5)
+        values *= np.float32(0.1 if scale < 0 else scale or dims[-1] ** -0.5)
+        if scale < 0:
+            values += 1
         if kind == Q.F32:
             self.writer.add_tensor(name, values)
         elif kind in _RANDOM_BLOCKS:
