@@ -7,7 +7,6 @@ Does not know tensor data, placement, or what a model is called.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import stat
@@ -28,20 +27,18 @@ from gguf.constants import (
 )
 
 from headrace.engine.errors import ModelFileError, ModelUnusable
+from headrace.engine.gguf_source import U64, Source
 
 # ggml.h: GGML_MAX_DIMS, GGML_MAX_NAME with its NUL; llama-hparams.h: LLAMA_MAX_LAYERS.
 _MAX_DIMS = 4
 _MAX_NAME_BYTES = 63
 _MAX_BLOCKS = 512
-# 300,000 tokens and their merges take some 20 MiB; this bounds what a crafted file costs.
-_MAX_HEADER_BYTES = 256 << 20
-_FIRST_READ_BYTES = 1 << 20
 # The least that one of them takes in the file: lengths, ids, a one-byte key, a one-byte value.
 _MIN_KEY_BYTES = 8 + 1 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
 
 _PREAMBLE = Struct("<4sIQQ")
-_U32, _U64, _U32_U64 = Struct("<I"), Struct("<Q"), Struct("<IQ")
+_U32, _U32_U64 = Struct("<I"), Struct("<IQ")
 # GGUFValueType in order; 8 is a string, 9 an array.
 _SCALARS = {i: Struct("<" + code) for i, code in enumerate("BbHhIif?--Qqd") if code != "-"}
 
@@ -87,8 +84,8 @@ class Array:
             return [value for (value,) in _SCALARS[self.type_id].iter_unpack(self.raw)]
         values, end = [], 0
         for _ in range(self.n_elements):
-            start = end + _U64.size
-            end = start + _U64.unpack_from(self.raw, end)[0]
+            start = end + U64.size
+            end = start + U64.unpack_from(self.raw, end)[0]
             values.append(self.raw[start:end].decode(errors="replace"))
         return values
 
@@ -302,79 +299,8 @@ def _merge(headers: list[Header]) -> Header:
     return replace(first, tensors=tuple(tensors.values()), files=files)
 
 
-class _Source:
-    """The bytes of a header in order; reads on in the file as they are asked for."""
-
-    def __init__(self, path: Path, file: BinaryIO, n_bytes: int) -> None:
-        self.position = 0
-        self.n_bytes = n_bytes  # of the whole file
-        self.item = "the preamble"  # what is being read, for errors
-        self._path, self._file = path, file
-        self._data = bytearray()
-
-    def error(self, text: str) -> ModelFileError:
-        return ModelFileError(f"{self._path}: {text}")
-
-    def digest(self) -> bytes:
-        """Return the SHA-256 of what was read."""
-        return hashlib.sha256(self._data[: self.position]).digest()
-
-    def take(self, n_bytes: int) -> bytes:
-        start, self.position = self.position, self.position + n_bytes
-        if self.position > len(self._data):
-            self._fill(self.position)
-        return bytes(self._data[start : self.position])
-
-    def unpack(self, layout: Struct) -> tuple[Any, ...]:
-        return layout.unpack(self.take(layout.size))
-
-    def number(self, layout: Struct) -> int:
-        return int(self.unpack(layout)[0])
-
-    def text(self) -> str:
-        """Read a string; what is not UTF-8 in it becomes U+FFFD."""
-        return self.take(self.number(_U64)).decode(errors="replace")
-
-    def check_room(self, n_items: int, item_bytes: int, what: str) -> None:
-        """Check that the file can hold n_items of at least item_bytes, before a loop over them."""
-        left = self.n_bytes - self.position
-        if n_items * item_bytes > left:
-            raise self.error(
-                f"announces {n_items} {what}, the {left} bytes that follow can't hold them:"
-                " truncated or damaged"
-            )
-
-    def take_strings(self, n_strings: int) -> bytes:
-        """Read n_strings with their lengths, not decoded."""
-        start = end = self.position
-        unpack, data, n_filled = _U64.unpack_from, self._data, len(self._data)
-        for _ in range(n_strings):
-            length_at, end = end, end + _U64.size
-            if end > n_filled:
-                n_filled = self._fill(end)
-            end += unpack(data, length_at)[0]
-            if end > n_filled:
-                n_filled = self._fill(end)
-        self.position = end
-        return bytes(data[start:end])
-
-    def _fill(self, end: int) -> int:
-        """Read on until the buffer holds the bytes before end; return how many it holds."""
-        what = f"{self.item} ends at byte {end}"
-        if end > self.n_bytes:
-            raise self.error(f"{what}, the file at {self.n_bytes}: truncated or damaged")
-        if end > _MAX_HEADER_BYTES:
-            raise self.error(f"{what}, expected at most {_MAX_HEADER_BYTES}")
-        # Twice as much each time: few reads, and little tensor data read for nothing.
-        target = min(max(end, 2 * len(self._data), _FIRST_READ_BYTES), self.n_bytes)
-        self._data += self._file.read(target - len(self._data))
-        if len(self._data) < end:
-            raise self.error(f"became shorter than {end} bytes while it was read")
-        return len(self._data)
-
-
 def _read_file(path: Path, file: BinaryIO, status: os.stat_result) -> Header:
-    source = _Source(path, file, status.st_size)
+    source = Source(path, file, status.st_size)
     version, n_tensors, n_keys = _read_preamble(source)
     metadata = _read_metadata(source, n_keys)
     table_offset = source.position
@@ -388,7 +314,7 @@ def _read_file(path: Path, file: BinaryIO, status: os.stat_result) -> Header:
     return Header(path, version, metadata, tensors, alignment, data_offset, (read,), table_offset)
 
 
-def _read_preamble(source: _Source) -> tuple[int, int, int]:
+def _read_preamble(source: Source) -> tuple[int, int, int]:
     """Return version, number of tensors and number of keys; say what else the file may be."""
     if source.n_bytes == 0:
         raise source.error("is empty, expected a GGUF file")
@@ -409,7 +335,7 @@ def _read_preamble(source: _Source) -> tuple[int, int, int]:
     return version, n_tensors, n_keys
 
 
-def _read_metadata(source: _Source, n_keys: int) -> Mapping[str, Any]:
+def _read_metadata(source: Source, n_keys: int) -> Mapping[str, Any]:
     metadata: dict[str, Any] = {}
     for i in range(n_keys):
         source.item = f"metadata key {i + 1} of {n_keys}"
@@ -427,7 +353,7 @@ def _read_metadata(source: _Source, n_keys: int) -> Mapping[str, Any]:
     return MappingProxyType(metadata)
 
 
-def _read_value(source: _Source, type_id: int) -> Any:
+def _read_value(source: Source, type_id: int) -> Any:
     if type_id == GGUFValueType.STRING:
         return source.text()
     if type_id in _SCALARS:
@@ -436,7 +362,7 @@ def _read_value(source: _Source, type_id: int) -> Any:
         raise source.error(f"{source.item} has type {type_id}, expected 0 to 12")
     type_id, n_elements = source.unpack(_U32_U64)
     if type_id == GGUFValueType.STRING:
-        source.check_room(n_elements, _U64.size, f"strings in {source.item}")
+        source.check_room(n_elements, U64.size, f"strings in {source.item}")
         return Array(type_id, n_elements, source.take_strings(n_elements))
     if type_id not in _SCALARS:  # ggml reads no arrays of arrays either
         raise source.error(f"{source.item} is an array of type {type_id}, expected scalars or text")
@@ -445,7 +371,7 @@ def _read_value(source: _Source, type_id: int) -> Any:
     return Array(type_id, n_elements, source.take(n_elements * item_bytes))
 
 
-def _read_tensors(source: _Source, n_tensors: int) -> list[Tensor]:
+def _read_tensors(source: Source, n_tensors: int) -> list[Tensor]:
     """Read the tensor table; offset_bytes still counts from the start of the tensor data."""
     tensors: dict[str, Tensor] = {}
     for i in range(n_tensors):
@@ -457,8 +383,8 @@ def _read_tensors(source: _Source, n_tensors: int) -> list[Tensor]:
     return list(tensors.values())
 
 
-def _read_tensor(source: _Source) -> Tensor:
-    n_name_bytes = source.number(_U64)
+def _read_tensor(source: Source) -> Tensor:
+    n_name_bytes = source.number(U64)
     if n_name_bytes > _MAX_NAME_BYTES:
         raise source.error(
             f"{source.item} has a name of {n_name_bytes} bytes, expected at most {_MAX_NAME_BYTES}"
@@ -468,7 +394,7 @@ def _read_tensor(source: _Source) -> Tensor:
     n_dims = source.number(_U32)
     if n_dims > _MAX_DIMS:
         raise source.error(f"{source.item} has {n_dims} dimensions, expected at most {_MAX_DIMS}")
-    shape = tuple(source.number(_U64) for _ in range(n_dims))
+    shape = tuple(source.number(U64) for _ in range(n_dims))
     type_id, offset = source.unpack(_U32_U64)
     if type_id not in _TENSOR_TYPES:
         removed = _REMOVED_TENSOR_TYPES.get(type_id)
@@ -487,7 +413,7 @@ def _read_tensor(source: _Source) -> Tensor:
 
 
 def _place(
-    source: _Source, tensors: list[Tensor], data_offset: int, alignment: int
+    source: Source, tensors: list[Tensor], data_offset: int, alignment: int
 ) -> Iterator[Tensor]:
     """Yield the tensors with offset_bytes from the start of the file; check that it has them."""
     expected = 0  # ggml wants them back to back, each padded to the alignment

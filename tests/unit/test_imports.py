@@ -18,15 +18,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server": {"config", "engine"},
 }
 NEAR_SIDE = {
-    "chat", "client", "errors", "gguf", "hardware", "library", "messages", "openmp", "placement",
+    "chat", "client", "errors", "gguf", "gguf_source", "hardware", "library", "messages", "openmp", "placement",
     "template",
 }  # fmt: skip
 # Commands that are a process of their own; cli.py imports them when they are asked for.
 IN_PROCESS = {"checksum.py"}
 NEVER_IN_SERVER = (
     "llama_cpp", "headrace.native", "headrace.engine.engine", "headrace.engine.kv_cache",
-    "headrace.engine.llama", "headrace.engine.sequence", "headrace.engine.weights",
-    "headrace.engine.worker",
+    "headrace.engine.llama", "headrace.engine.sequence", "headrace.engine.streaming",
+    "headrace.engine.weights", "headrace.engine.worker",
 )  # fmt: skip
 ALONE_IMPORTS = {"llama_cpp": "llama.py", "headrace.native": "weights.py"}
 
