@@ -82,8 +82,6 @@ class Generate(Message, frozen=True, kw_only=True):
     """Whether a full context drops its oldest half and goes on, or ends with reason length."""
     truncates: bool = False
     """Whether a prompt over the context is cut in its middle (raw prompts) or fails."""
-    is_raw: bool = False
-    """A raw prompt keeps a BOS that its text spells; a rendered one follows the vocabulary."""
     prefix_tokens: tuple[int, ...] = ()
     """Tokens put before the prompt (Ollama's deprecated context)."""
     wants_context: bool = False

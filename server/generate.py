@@ -51,7 +51,6 @@ async def generate(models: Models, request: Request) -> ASGIApp:
         generation = replace(
             plain,
             truncates=body.truncate,
-            is_raw=body.raw,
             prefix_tokens=tuple(body.context),
             wants_context=not body.raw,
         )

@@ -122,7 +122,7 @@ async def test_raw_prompt_goes_as_it_is_and_has_no_context(
     await post(client, prompt="<s>[INST]x", raw=True)
     [request] = engines.only.generations
     assert request.prompt == (Segment("<s>[INST]x", True),)
-    assert (request.is_raw, request.wants_context) == (True, False)
+    assert not request.wants_context
 
 
 async def test_context_goes_before_the_prompt_and_comes_back(

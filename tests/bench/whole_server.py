@@ -37,7 +37,6 @@ async def engine_speed(client: EngineClient, n_streams: int) -> float:
         request = Generate(
             uid=client.next_uid(),
             prompt=(Segment(PROMPT, True),),
-            is_raw=True,
             sampling=SamplingParams(temperature=0),
             n_predict=N_TOKENS,
         )
