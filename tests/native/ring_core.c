@@ -6,6 +6,7 @@
 #define _GNU_SOURCE  /* RTLD_NEXT */
 
 #include "ring.h"
+#include "core_test.h"
 
 #include <dlfcn.h>
 #include <errno.h>
@@ -17,38 +18,9 @@
 #define N_TENSORS 9u
 #define SIZE ((size_t)6 * 1024 * 1024)
 
-#define CHECK(condition)                                                         \
-    do {                                                                         \
-        if (!(condition)) {                                                      \
-            (void)fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-            exit(1);                                                             \
-        }                                                                        \
-    } while (0)
-
-static ssize_t (*real_pread)(int, void *, size_t, off_t);
-static off_t bad;  /* reads over it fail with EIO, if not 0 */
-
-ssize_t
-pread(int fd, void *data, size_t len, off_t offset)
-{
-    if (bad != 0 && offset <= bad && bad < offset + (off_t)len) {
-        errno = EIO;
-        return -1;
-    }
-    return real_pread(fd, data, len, offset);
-}
-
 static char path[4096];
 static unsigned char *content;
 static struct source *source;
-static unsigned seed = 1;
-
-static unsigned
-next_random(unsigned n)
-{
-    seed = seed * 1664525u + 1013904223u;
-    return (seed >> 8) % n;
-}
 
 static struct ring *
 create(struct ring_tensor *tensors, unsigned n_slots)
