@@ -17,6 +17,7 @@ from headrace.engine import gguf, hardware, llama, placement
 from headrace.engine.openmp import openmp_environment  # noqa: F401  (the parent sets it)
 from headrace.engine.streaming import N_IO_THREADS, WeightStream
 from headrace.engine.tensors import read_tensors
+from headrace.engine.weights import StreamStats
 
 N_CTX = 1024
 
@@ -45,7 +46,7 @@ def load(arguments: argparse.Namespace) -> tuple[llama.Model, int]:
     return llama.Model(arguments.model, stream=stream), plan.n_ubatch
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
     parser.add_argument("how", choices=["mmap", "stream"])
@@ -59,7 +60,11 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--n-batch", type=int, default=512)
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
     n_threads = arguments.threads or hardware.this_machine().default_threads
     llama.start_backend()
     started = time.perf_counter()
@@ -97,22 +102,28 @@ def main() -> None:
         "n_ubatch": n_ubatch,
     }
     if before is not None and model.stream is not None:
-        now = model.stream.stats()
-        read = now.bytes_read - before.bytes_read
-        n_chosen = now.n_hits + now.n_misses - before.n_hits - before.n_misses
-        result |= {
-            "read_mb": round(read / 1e6, 1),
-            "read_mb_per_s": round(read / decode_s / 1e6, 1),
-            "read_mb_per_busy_s": round(read / max(now.busy_ns - before.busy_ns, 1) * 1e3, 1),
-            "busy_share": round((now.busy_ns - before.busy_ns) / decode_s / 1e9, 3),
-            "stall_share": round((now.stall_ns - before.stall_ns) / decode_s / 1e9, 3),
-            "n_guesses": now.n_guesses - before.n_guesses,
-            "n_useful": now.n_useful - before.n_useful,
-            "n_late": now.n_late - before.n_late,
-            "hit_rate": round((now.n_hits - before.n_hits) / n_chosen, 3) if n_chosen else None,
-            "stream_mib": now.resident_bytes >> 20,
-        }
+        result |= stream_figures(before, model.stream.stats(), decode_s)
     print(json.dumps(result), flush=True)
+
+
+def stream_figures(
+    before: StreamStats, now: StreamStats, decode_s: float
+) -> dict[str, float | None]:
+    """Return what was read between two stats of a stream, decode_s seconds apart."""
+    read = now.bytes_read - before.bytes_read
+    n_chosen = now.n_hits + now.n_misses - before.n_hits - before.n_misses
+    return {
+        "read_mb": round(read / 1e6, 1),
+        "read_mb_per_s": round(read / decode_s / 1e6, 1),
+        "read_mb_per_busy_s": round(read / max(now.busy_ns - before.busy_ns, 1) * 1e3, 1),
+        "busy_share": round((now.busy_ns - before.busy_ns) / decode_s / 1e9, 3),
+        "stall_share": round((now.stall_ns - before.stall_ns) / decode_s / 1e9, 3),
+        "n_guesses": now.n_guesses - before.n_guesses,
+        "n_useful": now.n_useful - before.n_useful,
+        "n_late": now.n_late - before.n_late,
+        "hit_rate": round((now.n_hits - before.n_hits) / n_chosen, 3) if n_chosen else None,
+        "stream_mib": now.resident_bytes >> 20,
+    }
 
 
 def decode(context: llama.Context, batch: llama.Batch, tokens: list[int], first: int) -> None:
