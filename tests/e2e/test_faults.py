@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,17 +17,11 @@ import httpx
 import psutil
 import pytest
 from serving import Server, serve, stream, text_of
+from waiting import wait_until
 
 pytestmark = pytest.mark.e2e
 
 LONG = {"temperature": 0, "num_predict": 1500, "num_ctx": 2048}
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"still not {what}"
-        time.sleep(0.05)
 
 
 def n_descriptors(server: Server) -> int:
@@ -104,7 +97,7 @@ def test_200_clients_that_drop_their_streams_leave_nothing(smollm2_server: Serve
     run(200)
     wait_until(lambda: n_descriptors(server) <= fds + 2, "back to the descriptors of before")
     assert engine.is_running()
-    assert engine.num_threads() <= threads
+    wait_until(lambda: engine.num_threads() <= threads, "back to the threads of before")
     assert engine.memory_info().rss < memory + (32 << 20)
     assert psutil.Process(server.process.pid).memory_info().rss < served + (32 << 20)
     wait_until(lambda: engine.cpu_percent(0.5) < 20, "idle")
