@@ -139,12 +139,14 @@ class Model:
     """Weights and vocabulary of one GGUF file, loaded by llama.cpp's own loader or streamed."""
 
     def __init__(
-        self, path: Path, *, repacks: bool = True, stream: WeightStream | None = None
-    ) -> None:
+        self, path: Path, *, repacks: bool = True, stream: WeightStream | None = None,
+        overrides: Sequence[tuple[str, int]] = (),
+    ) -> None:  # fmt: skip
         """Load path wholly into memory's reach (mmap; repacked copies if repacks).
 
-        With a stream, which is then the model's, its weights are loaded from and used through it,
-        and not repacked: the numbers are those of a model that is resident and not repacked.
+        With a stream, which is then the model's, its weights are loaded from and used through it;
+        those that it streams are never repacked. overrides are regular expressions of tensor names,
+        each with the address of the buffer type that takes them.
 
         Raises:
             ModelUnusable: llama.cpp refuses the file; the message gives its reason.
@@ -152,8 +154,12 @@ class Model:
         params = c.llama_model_default_params()
         _recent_errors.clear()
         self.stream = stream
+        params.use_extra_bufts = repacks
+        if stream is not None:
+            overrides = [(pattern, stream.native.buffer_type) for pattern in stream.patterns]
+        array = _overrides(overrides)
+        params.tensor_buft_overrides = ctypes.cast(array, ctypes.c_void_p)
         if stream is None:
-            params.use_extra_bufts = repacks
             self.pointer = c.llama_model_load_from_file(os.fsencode(path), params)
             """llama.cpp's own object; None once closed."""
         else:
@@ -187,21 +193,23 @@ class Model:
 
 def _load_streamed(stream: WeightStream, params: Any) -> Any:
     """Load a model from the stream's file; None if llama.cpp refuses it."""
-    native = stream.native
-    overrides = (_BufferOverride * (len(stream.patterns) + 1))()
-    for override, pattern in zip(overrides, stream.patterns, strict=False):
-        override.pattern, override.buffer_type = pattern.encode(), native.buffer_type
-    params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
-    params.use_extra_bufts = False
     params.load_mode = c.LLAMA_LOAD_MODE_NONE
     params.lazy_mode = c.LLAMA_LAZY_MODE_OFF
-    return c.llama_model_load_from_file_ptr(native.file, params)
+    return c.llama_model_load_from_file_ptr(stream.native.file, params)
 
 
 class _BufferOverride(ctypes.Structure):
     """llama_model_tensor_buft_override; the binding only declares a pointer to it."""
 
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+
+
+def _overrides(pairs: Sequence[tuple[str, int]]) -> Any:
+    """Return pairs as llama.cpp's array, whose end is zero."""
+    array = (_BufferOverride * (len(pairs) + 1))()
+    for override, (pattern, buffer_type) in zip(array, pairs, strict=False):
+        override.pattern, override.buffer_type = pattern.encode(), buffer_type
+    return array
 
 
 class Batch:

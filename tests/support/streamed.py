@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
@@ -27,6 +29,7 @@ class Case:
     policy: int = 0
     direct: bool = True
     lookahead: int = 2
+    repacks: bool = False
 
 
 def plan(path: Path, share: float, mode: Mode | None = None) -> placement.WeightsPlan:
@@ -60,7 +63,24 @@ def load(path: Path, made: placement.WeightsPlan, case: Case) -> llama.Model:
         gguf.read_model(path), made, llama.streaming_functions(), n_threads=3,
         direct=case.direct, policy=case.policy, lookahead=case.lookahead,
     )  # fmt: skip
-    return llama.Model(path, stream=stream)
+    return llama.Model(path, stream=stream, repacks=case.repacks)
+
+
+def plain_buffer_type() -> int:
+    """Return a buffer type of ggml in which weights are as in the file.
+
+    It is the one of mapped files: of tensors sent to the CPU's own llama.cpp still repacks some.
+    """
+    lib = llama_cpp.llama_cpp._lib
+    lib.ggml_backend_cpu_buffer_from_ptr.restype = ctypes.c_void_p
+    lib.ggml_backend_cpu_buffer_from_ptr.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    lib.ggml_backend_buffer_get_type.restype = ctypes.c_void_p
+    lib.ggml_backend_buffer_get_type.argtypes = [ctypes.c_void_p]
+    lib.ggml_backend_buffer_free.argtypes = [ctypes.c_void_p]
+    buffer = lib.ggml_backend_cpu_buffer_from_ptr(None, 0)
+    buffer_type = lib.ggml_backend_buffer_get_type(buffer)
+    lib.ggml_backend_buffer_free(buffer)
+    return int(buffer_type)
 
 
 class Evaluation:

@@ -57,6 +57,27 @@ def test_logits_equal_the_resident_models_bit_for_bit(
     assert np.array_equal(logits, resident(name, n_ubatch))
 
 
+@pytest.mark.parametrize(
+    ("name", "share"), [("dense", 0.6), ("mixed_dense", 0.6), ("mixtral", 0.3), ("k_dense", 0.6)]
+)
+def test_what_is_resident_may_be_repacked_as_in_the_resident_model(
+    name: str, share: float, built: Built, resident: Callable[..., streamed.Logits]
+) -> None:
+    made = streamed.plan(built(name), share)
+    model = streamed.load(built(name), made, Case(share, repacks=True))
+    assert model.stream is not None
+    patterns = model.stream.patterns
+    logits = streamed.run(model, made.n_ubatch)
+    model.close()
+    plain = streamed.plain_buffer_type()
+    model = llama.Model(built(name), overrides=[(pattern, plain) for pattern in patterns])
+    expected = streamed.run(model, made.n_ubatch)
+    model.close()
+    assert np.array_equal(logits, expected)
+    if name == "dense":  # and it makes a difference: there are kernels for repacked Q4_0
+        assert not np.array_equal(logits, resident(name, made.n_ubatch))
+
+
 @pytest.mark.parametrize("name", ["mixed_dense", "mixtral", "qwen3moe", "mixed_moe", "biased_moe"])
 def test_several_sequences_at_once_get_the_resident_models_logits(
     name: str, built: Built, resident: Callable[..., streamed.Logits]
