@@ -181,8 +181,7 @@ note_router(struct callback_layer *layer, const struct ggml_tensor *node)
     layer->state = is_known ? state : NULL;
 }
 
-/* Have the experts read that the layer after layer is likely to choose. Of those that one
- * token uses only the likelier half: a wrong one costs as much as a right one saves. */
+/* Have the experts read that the layer after layer is likely to choose. */
 static void
 guess(struct callback *callback, const struct callback_layer *layer, size_t n_used,
       size_t n_tokens)
@@ -196,7 +195,8 @@ guess(struct callback *callback, const struct callback_layer *layer, size_t n_us
         pool_guess_all(next->pool, next->pool_layer);
     }
     const struct ggml_tensor *router = next->router;
-    if (!callback->guesses || n_tokens > MAX_GUESS_TOKENS || state == NULL
+    size_t n_guesses = lookahead_n_guesses(&callback->trial, n_used);
+    if (n_guesses == 0 || n_tokens > MAX_GUESS_TOKENS || state == NULL
         || (size_t)state->ne[1] != n_tokens || router == NULL
         || router->ne[0] != state->ne[0] || router->ne[1] != (int64_t)next->n_experts) {
         return;
@@ -205,8 +205,8 @@ guess(struct callback *callback, const struct callback_layer *layer, size_t n_us
     int32_t experts[LOOKAHEAD_MAX_EXPERTS];
     for (size_t i = 0; i < n_tokens; i++) {
         const float *row = (const float *)state->data + i * n_inputs;
-        size_t n = lookahead(router->data, n_inputs, next->n_experts, row,
-                             n_used / 2 + n_used % 2, experts);
+        size_t n = lookahead(router->data, n_inputs, next->n_experts, row, n_guesses,
+                             experts);
         pool_guess(next->pool, next->pool_layer, experts, n);
     }
 }
@@ -342,8 +342,7 @@ callback_finish(struct callback *callback)
         callback->at_hand = NULL;
     }
     if (callback->is_short && fault.read.error == 0) {
-        callback->guesses =
-            lookahead_next(&callback->trial, clock_ns() - callback->started_ns);
+        lookahead_next(&callback->trial, clock_ns() - callback->started_ns);
     }
     callback->is_short = false;
     callback->started_ns = 0;

@@ -60,7 +60,6 @@ struct callback {
     int32_t *experts;
     int32_t *records;
     size_t n_ids;  /* room in experts and records */
-    bool guesses;               /* whether experts of the next layer are read ahead */
     bool is_short;              /* the pass is one that guesses are made in */
     uint64_t started_ns;        /* of the pass */
     struct lookahead_trial trial;

@@ -3,9 +3,11 @@
 #include <math.h>
 #include <string.h>
 
-/* Passes of each kind that are compared, in turns, and passes between comparisons. */
+/* Passes of each level that are compared, in turns, and passes between comparisons. */
 #define TRIAL_PASSES 16u
 #define REST_PASSES 480u
+/* In turns of four: neighbours are alike, and a guess has time to be of use. */
+#define TURN_PASSES 4u
 
 typedef float floats __attribute__((vector_size(16)));
 #define N_LANES (sizeof(floats) / sizeof(float))
@@ -59,30 +61,47 @@ lookahead(const float *router, size_t n_inputs, size_t n_experts, const float *s
     return n;
 }
 
-bool
+/* Return the level whose passes took the least time on average; the least of equal ones. */
+static unsigned
+fastest(const struct lookahead_trial *trial)
+{
+    unsigned best = 0;
+    for (unsigned i = 1; i < LOOKAHEAD_N_LEVELS; i++) {
+        uint64_t this_ns = trial->sum_ns[i] * trial->n_passes[best];
+        uint64_t best_ns = trial->sum_ns[best] * trial->n_passes[i];
+        best = this_ns < best_ns ? i : best;
+    }
+    return best;
+}
+
+void
 lookahead_next(struct lookahead_trial *trial, uint64_t pass_ns)
 {
     if (trial->mode != LOOKAHEAD_MEASURED) {
-        return trial->mode == LOOKAHEAD_ON;
+        trial->level = trial->mode == LOOKAHEAD_ON ? LOOKAHEAD_N_LEVELS - 1 : 0;
+        return;
     }
     if (trial->is_trying) {
-        trial->sum_ns[trial->is_on] += pass_ns;
-        trial->n_passes[trial->is_on]++;
+        trial->sum_ns[trial->level] += pass_ns;
+        trial->n_passes[trial->level]++;
     }
     if (trial->n_left > 0) {
         trial->n_left--;
     }
     if (trial->n_left == 0 && trial->is_trying) {
-        uint64_t off_ns = trial->sum_ns[0] * trial->n_passes[1];
-        uint64_t on_ns = trial->sum_ns[1] * trial->n_passes[0];
         *trial = (struct lookahead_trial){
-            .mode = trial->mode, .n_left = REST_PASSES, .is_on = on_ns <= off_ns};
+            .mode = trial->mode, .n_left = REST_PASSES, .level = fastest(trial)};
     } else if (trial->n_left == 0) {
         *trial = (struct lookahead_trial){
-            .mode = trial->mode, .n_left = 2 * TRIAL_PASSES, .is_trying = true};
+            .mode = trial->mode, .n_left = LOOKAHEAD_N_LEVELS * TRIAL_PASSES,
+            .is_trying = true};
     } else if (trial->is_trying) {
-        /* In turns of four: neighbours are alike, and a guess has time to be of use. */
-        trial->is_on = trial->n_left / 4 % 2 == 0;
+        trial->level = (unsigned)(trial->n_left / TURN_PASSES % LOOKAHEAD_N_LEVELS);
     }
-    return trial->is_on;
+}
+
+size_t
+lookahead_n_guesses(const struct lookahead_trial *trial, size_t n_used)
+{
+    return (n_used * trial->level + LOOKAHEAD_N_LEVELS - 2) / (LOOKAHEAD_N_LEVELS - 1);
 }

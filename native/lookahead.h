@@ -22,17 +22,23 @@ size_t lookahead(const float *router, size_t n_inputs, size_t n_experts,
 
 enum lookahead_mode { LOOKAHEAD_OFF, LOOKAHEAD_MEASURED, LOOKAHEAD_ON };
 
-/* Whether to guess: measured by the time of passes with and without, if mode says so. */
+/* How much to guess: nothing, half of the experts that a token uses, or as many. */
+#define LOOKAHEAD_N_LEVELS 3u
+
+/* The level at which passes are fastest: measured, if mode says so. */
 struct lookahead_trial {
     enum lookahead_mode mode;
-    uint64_t sum_ns[2];   /* of passes without, and with */
-    uint64_t n_passes[2];
-    uint64_t n_left;      /* passes until the next decision */
-    bool is_on;
+    uint64_t sum_ns[LOOKAHEAD_N_LEVELS];  /* of passes at each level */
+    uint64_t n_passes[LOOKAHEAD_N_LEVELS];
+    uint64_t n_left;                      /* passes until the next decision */
+    unsigned level;
     bool is_trying;
 };
 
-/* Note the time of a pass of one kind and return whether to guess in the next one. */
-bool lookahead_next(struct lookahead_trial *trial, uint64_t pass_ns);
+/* Note the time of a pass at the level at hand and choose that of the next one. */
+void lookahead_next(struct lookahead_trial *trial, uint64_t pass_ns);
+
+/* Return the experts to guess where a token uses n_used. */
+size_t lookahead_n_guesses(const struct lookahead_trial *trial, size_t n_used);
 
 #endif
