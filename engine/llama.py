@@ -46,7 +46,7 @@ def _log(level: int, text: bytes, _user_data: Any) -> None:
 
 
 def start_backend() -> None:
-    """Initialise llama.cpp and route its log; call once, before anything else here."""
+    """Initialise llama.cpp and route its log, before anything else here; again is harmless."""
     c.llama_log_set(_log, ctypes.c_void_p(0))
     c.llama_backend_init()
 

@@ -13,17 +13,13 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from headrace.engine import hardware, placement
 from headrace.engine.errors import EngineError
 from headrace.engine.frames import frame, read_frames
-from headrace.engine.gguf import Header, read_model
+from headrace.engine.loading import load_engine, pin
 from headrace.engine.messages import (
     Cancel,
     Command,
@@ -33,18 +29,11 @@ from headrace.engine.messages import (
     Failed,
     Generate,
     Load,
-    Loaded,
     LoadFailed,
     decode_command,
     encode,
 )
-from headrace.engine.openmp import installed_environment
 from headrace.engine.prompt import prompt_tokens, tokenize_segments
-from headrace.engine.tensors import read_tensors
-
-if TYPE_CHECKING:
-    from headrace.engine.engine import Engine
-    from headrace.engine.llama import Model, Vocab
 
 logger = logging.getLogger(__name__)
 
@@ -60,20 +49,20 @@ class Worker:
         Raises:
             EngineError: the model can't be loaded.
         """
-        started = time.perf_counter_ns()
         self._connection = connection
         self._send_lock = threading.Lock()
         self._pool = ThreadPoolExecutor(
-            N_TOKENIZERS, "tokenizer", initializer=_pin, initargs=(load.io_cpus,)
+            N_TOKENIZERS, "tokenizer", initializer=pin, initargs=(load.io_cpus,)
         )
         self._tokenising: dict[int, Future[None]] = {}
-        self._engine = _load_engine(load, self.send)
-        self._vocab: Vocab = self._engine.vocab
+        loaded = load_engine(load, self.send)
+        self._engine = loaded.engine
+        self._vocab = self._engine.vocab
         self._thread = threading.Thread(
             target=self._run_engine, args=(load.decode_cpus,), name="engine", daemon=True
         )
         self._thread.start()
-        self.send([_loaded(self._engine, load, time.perf_counter_ns() - started)])
+        self.send([loaded.message])
 
     def send(self, events: list[Event]) -> None:
         """Send events as one frame; a closed socket is noticed by the reader."""
@@ -125,7 +114,7 @@ class Worker:
             _die()
 
     def _run_engine(self, cpus: tuple[int, ...]) -> None:
-        _pin(cpus)  # OpenMP's threads are made by this one and inherit its CPUs
+        pin(cpus)  # OpenMP's threads are made by this one and inherit its CPUs
         try:
             self._engine.run()
         except BaseException:
@@ -157,78 +146,6 @@ def _start(connection: socket.socket, load: Load) -> Worker | None:
     except EngineError as error:
         connection.sendall(frame(encode([LoadFailed(str(error))])))
         return None
-
-
-def _load_engine(load: Load, emit: Callable[[list[Event]], None]) -> Engine:
-    """Load the model that load names and make its Engine."""
-    for name, value in installed_environment().items():
-        os.environ.setdefault(name, value)
-    # Only now: the OpenMP library reads its environment when llama.cpp loads it.
-    from headrace.engine import engine, llama, weights
-
-    header = read_model(Path(load.path), weights.open_direct)
-    table = read_tensors(header)
-    bytes_per_cell = placement.kv_bytes_per_cell(header, load.kv_type)
-    available = hardware.available_memory_bytes(Path("/")) - placement.HEADROOM_BYTES
-    budget = load.memory_bytes or available
-    plan = placement.plan_weights(
-        header, table, mode=load.mode, budget_bytes=budget, n_batch=load.n_batch,
-        n_slots=load.n_slots,
-        kv_bytes=placement.wanted_kv_bytes(header, table, load, bytes_per_cell, budget),
-    )  # fmt: skip
-    logger.info("%s", placement.describe(plan, budget))
-    llama.start_backend()
-    model = _load_model(header, plan)
-    left = budget - plan.resident_bytes - plan.stream_bytes - plan.compute_bytes
-
-    def plan_context(n_ctx: int) -> placement.ContextPlan:
-        return placement.plan_context(
-            n_ctx, load.n_slots, n_ctx_train=model.n_ctx_train, bytes_per_cell=bytes_per_cell,
-            budget_bytes=left, widens=_widens(header),
-        )  # fmt: skip
-
-    return engine.Engine(model, load, plan_context, emit, n_ubatch=plan.n_ubatch)
-
-
-def _load_model(header: Header, plan: placement.WeightsPlan) -> Model:
-    """Load the model as planned, by llama.cpp's own loader or streamed."""
-    from headrace.engine import llama, streaming
-
-    if plan.mode == "full-resident":
-        return llama.Model(header.path)
-    stream = streaming.WeightStream(header, plan, llama.streaming_functions())
-    return llama.Model(header.path, stream=stream)
-
-
-def _widens(header: Header) -> bool:
-    """Tell whether more cells than one sequence's leave the model's numbers as they are.
-
-    With two sets of rope factors llama.cpp chooses one by the number of cells.
-    """
-    return not any("rope_factors_long" in tensor.name for tensor in header.tensors)
-
-
-def _loaded(engine: Engine, load: Load, load_ns: int) -> Loaded:
-    vocab, model = engine.vocab, engine.model
-    return Loaded(
-        n_ctx=engine.n_ctx,
-        n_ctx_train=model.n_ctx_train,
-        n_slots=load.n_slots,
-        n_vocab=vocab.n_tokens,
-        control_tokens=vocab.control_texts(),
-        bos=vocab.text(vocab.bos),
-        eos=vocab.text(vocab.eos),
-        adds_bos=vocab.adds_bos,
-        weights_bytes=model.size_bytes,
-        context_bytes=engine.plan.n_bytes,
-        load_ns=load_ns,
-    )
-
-
-def _pin(cpus: tuple[int, ...]) -> None:
-    """Keep the calling thread on cpus; empty means anywhere."""
-    if cpus:
-        os.sched_setaffinity(0, cpus)
 
 
 def _configure_log(load: Load) -> None:

@@ -25,8 +25,8 @@ NEAR_SIDE = {
 IN_PROCESS = {"checksum.py"}
 NEVER_IN_SERVER = (
     "llama_cpp", "headrace.native", "headrace.engine.engine", "headrace.engine.kv_cache",
-    "headrace.engine.llama", "headrace.engine.sequence", "headrace.engine.streaming",
-    "headrace.engine.weights", "headrace.engine.worker",
+    "headrace.engine.llama", "headrace.engine.loading", "headrace.engine.sequence",
+    "headrace.engine.streaming", "headrace.engine.weights", "headrace.engine.worker",
 )  # fmt: skip
 ALONE_IMPORTS = {"llama_cpp": "llama.py", "headrace.native": "weights.py"}
 

@@ -1,0 +1,126 @@
+"""How a model is loaded in this process: from a Load to an Engine, for all who run one.
+
+In: a Load. Out: a LoadedEngine. Knows neither sockets nor terminals: who asks for an engine also
+gives it a thread and takes its events.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.engine import hardware, placement
+from headrace.engine.gguf import Header, read_model
+from headrace.engine.messages import Event, Load, Loaded
+from headrace.engine.openmp import installed_environment
+from headrace.engine.tensors import read_tensors
+
+if TYPE_CHECKING:
+    from headrace.engine.engine import Engine
+    from headrace.engine.llama import Model
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """An Engine that is ready to run, and how its model was loaded."""
+
+    engine: Engine
+    load: Load
+    plan: placement.WeightsPlan
+    budget_bytes: int
+    load_ns: int
+
+    @property
+    def message(self) -> Loaded:
+        """What is told to those who can't see the engine."""
+        engine, vocab, model = self.engine, self.engine.vocab, self.engine.model
+        return Loaded(
+            n_ctx=engine.n_ctx,
+            n_ctx_train=model.n_ctx_train,
+            n_slots=self.load.n_slots,
+            n_vocab=vocab.n_tokens,
+            control_tokens=vocab.control_texts(),
+            bos=vocab.text(vocab.bos),
+            eos=vocab.text(vocab.eos),
+            adds_bos=vocab.adds_bos,
+            weights_bytes=model.size_bytes,
+            context_bytes=engine.plan.n_bytes,
+            load_ns=self.load_ns,
+        )
+
+
+def load_engine(
+    load: Load, emit: Callable[[list[Event]], None], *, repacks: bool = True
+) -> LoadedEngine:
+    """Load the model that load names and make its Engine, which gives its events to emit.
+
+    A resident model is repacked for the processor unless repacks is false; a streamed one never is.
+
+    Raises:
+        EngineError: the model can't be loaded.
+    """
+    started = time.perf_counter_ns()
+    for name, value in installed_environment().items():
+        os.environ.setdefault(name, value)
+    # Only now: the OpenMP library reads its environment when llama.cpp loads it.
+    from headrace.engine import engine, llama, weights
+
+    header = read_model(Path(load.path), weights.open_direct)
+    table = read_tensors(header)
+    bytes_per_cell = placement.kv_bytes_per_cell(header, load.kv_type)
+    budget = budget_bytes(load)
+    plan = placement.plan_weights(
+        header, table, mode=load.mode, budget_bytes=budget, n_batch=load.n_batch,
+        n_slots=load.n_slots,
+        kv_bytes=placement.wanted_kv_bytes(header, table, load, bytes_per_cell, budget),
+    )  # fmt: skip
+    logger.info("%s", placement.describe(plan, budget))
+    llama.start_backend()
+    model = _load_model(header, plan, repacks=repacks)
+    left = budget - plan.resident_bytes - plan.stream_bytes - plan.compute_bytes
+
+    def plan_context(n_ctx: int) -> placement.ContextPlan:
+        return placement.plan_context(
+            n_ctx, load.n_slots, n_ctx_train=model.n_ctx_train, bytes_per_cell=bytes_per_cell,
+            budget_bytes=left, widens=_widens(header),
+        )  # fmt: skip
+
+    made = engine.Engine(model, load, plan_context, emit, n_ubatch=plan.n_ubatch)
+    return LoadedEngine(made, load, plan, budget, time.perf_counter_ns() - started)
+
+
+def budget_bytes(load: Load) -> int:
+    """Return the memory that load may take: what it says, else what the machine has to spare."""
+    available = hardware.available_memory_bytes(Path("/")) - placement.HEADROOM_BYTES
+    return load.memory_bytes or available
+
+
+def pin(cpus: tuple[int, ...]) -> None:
+    """Keep the calling thread, and those that it will start, on cpus; empty means anywhere."""
+    if cpus:
+        os.sched_setaffinity(0, cpus)
+
+
+def _load_model(header: Header, plan: placement.WeightsPlan, *, repacks: bool) -> Model:
+    """Load the model as planned, by llama.cpp's own loader or streamed."""
+    from headrace.engine import llama, streaming
+
+    if plan.mode == "full-resident":
+        return llama.Model(header.path, repacks=repacks)
+    stream = streaming.WeightStream(header, plan, llama.streaming_functions())
+    return llama.Model(header.path, stream=stream)
+
+
+def _widens(header: Header) -> bool:
+    """Tell whether more cells than one sequence's leave the model's numbers as they are.
+
+    With two sets of rope factors llama.cpp chooses one by the number of cells.
+    """
+    return not any("rope_factors_long" in tensor.name for tensor in header.tensors)
