@@ -12,7 +12,7 @@ import ipaddress
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
@@ -224,14 +224,36 @@ def load(
         SettingsError: an unknown flag or key, a value that is not what the setting expects, or a
             file that can't be read; the caller prints it and exits with status 2.
     """
-    arguments = vars(_flag_parser(prog).parse_intermixed_args(argv))
+    parser = FlagParser(prog, "[flags] [MODEL ...]")
+    parser.add_argument("models", nargs="*", type=Path, metavar="MODEL", help="a GGUF file")
+    parser.add_settings(_TABLE)
+    parser.add_argument(
+        "--show-config", action="store_true", help="print each setting with its source, and exit"
+    )
+    arguments = vars(parser.parse_intermixed_args(argv))
+    settings, sources = resolve(arguments, environ)
+    return Loaded(settings, sources, tuple(arguments["models"]), arguments["show_config"])
+
+
+def resolve(
+    arguments: Mapping[str, Any], environ: Mapping[str, str]
+) -> tuple[Settings, dict[str, str]]:
+    """Return the settings of parsed arguments, environ and file, and the source of each.
+
+    A setting whose flag the parser did not have keeps its default, whatever other sources say.
+
+    Raises:
+        SettingsError: as load does.
+    """
     path = arguments["config"] or _default_file(environ)
     content = _read_file(path) if path else {}
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for key, row in _TABLE.items():
         kind, value, source = row.kind, row.default, "default"
-        if arguments[key] is not None:
+        if key not in arguments:
+            pass  # this command does not have it
+        elif arguments[key] is not None:
             value, source = _trimmed(arguments[key]), "flag"
         elif row.environment and _trimmed(environ.get(row.environment, "")):
             kind, value = row.environment_kind, _trimmed(environ[row.environment])
@@ -239,7 +261,7 @@ def load(
         elif key in content:
             value, source = content[key], f"file {path}"
         values[key], sources[key] = _parsed(kind, value, key, source), source
-    return Loaded(Settings(**values), sources, tuple(arguments["models"]), arguments["show_config"])
+    return Settings(**values), sources
 
 
 def describe(loaded: Loaded) -> str:
@@ -318,33 +340,33 @@ def _read_file(path: Path) -> dict[str, Any]:
     return content
 
 
-class _FlagParser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
     """An ArgumentParser that raises its errors, so that all errors of settings look alike."""
+
+    def __init__(self, prog: str, usage: str, description: str | None = None) -> None:
+        """Make the parser of the command prog; usage is what may follow it."""
+        super().__init__(
+            prog=prog,
+            usage=f"%(prog)s {usage}",
+            description=description,
+            allow_abbrev=False,
+            epilog="A flag goes before an environment variable, that before the file.",
+        )
+
+    def add_settings(self, keys: Iterable[str]) -> None:
+        """Add the flags of the settings keys, and the one of the file that holds them."""
+        for key in keys:
+            row = _TABLE[key]
+            environment = f", environment {row.environment}" if row.environment else ""
+            summary = f"{row.meaning} (default {row.default or 'none'}{environment})"
+            self.add_argument(_flag(key), metavar="VALUE", help=summary)
+        self.add_argument(
+            "--config",
+            metavar="PATH",
+            type=Path,
+            help="TOML file of these settings, each key a flag's name with _ for -"
+            " (default $XDG_CONFIG_HOME/headrace/config.toml, if it exists)",
+        )
 
     def error(self, message: str) -> NoReturn:
         raise SettingsError(f"flag: {message}; {self.prog} --help lists the flags")
-
-
-def _flag_parser(prog: str) -> _FlagParser:
-    parser = _FlagParser(
-        prog=prog,
-        allow_abbrev=False,
-        usage="%(prog)s [flags] [MODEL ...]",
-        epilog="A flag goes before an environment variable, that before the file.",
-    )
-    parser.add_argument("models", nargs="*", type=Path, metavar="MODEL", help="a GGUF file")
-    for key, row in _TABLE.items():
-        environment = f", environment {row.environment}" if row.environment else ""
-        summary = f"{row.meaning} (default {row.default or 'none'}{environment})"
-        parser.add_argument(_flag(key), metavar="VALUE", help=summary)
-    parser.add_argument(
-        "--config",
-        metavar="PATH",
-        type=Path,
-        help="TOML file of these settings, each key a flag's name with _ for -"
-        " (default $XDG_CONFIG_HOME/headrace/config.toml, if it exists)",
-    )
-    parser.add_argument(
-        "--show-config", action="store_true", help="print each setting with its source, and exit"
-    )
-    return parser

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config.settings import Settings, SettingsError, describe, load, markdown_table
+from headrace.config.settings import (
+    FlagParser,
+    Settings,
+    SettingsError,
+    describe,
+    load,
+    markdown_table,
+    resolve,
+)
 
 
 def one(key: str, argv: list[str], environ: dict[str, str] | None = None) -> object:
@@ -320,6 +328,17 @@ def test_named_file_that_is_absent_is_an_error(tmp_path: Path) -> None:
 def test_flag_that_is_unknown_or_has_no_value_is_an_error(argv: list[str]) -> None:
     with pytest.raises(SettingsError, match=f"^flag: .*{argv[0]}.*; some serve --help lists"):
         load(argv, {}, prog="some serve")
+
+
+def test_command_without_a_settings_flag_has_its_default_whatever_the_environment_says() -> None:
+    parser = FlagParser("headrace run", "MODEL")
+    parser.add_settings(["context"])
+    environ = {"OLLAMA_KV_CACHE_TYPE": "no such type", "OLLAMA_CONTEXT_LENGTH": "7"}
+    settings, sources = resolve(vars(parser.parse_args(["--context", "9"])), environ)
+    assert (settings.context, settings.kv_cache_type) == (9, "f16")
+    assert (sources["context"], sources["kv_cache_type"]) == ("flag", "default")
+    with pytest.raises(SettingsError, match="--kv-cache-type"):
+        parser.parse_args(["--kv-cache-type", "f32"])
 
 
 def test_arguments_that_are_no_flags_are_models_wherever_they_stand() -> None:
