@@ -230,17 +230,29 @@ def _stream_dense(table: TensorTable, left_bytes: int) -> _Parts:
     n_slots = min(N_RING_SLOTS, max(2, len(tensors)))
     stream = n_slots * slot + _HUGE_PAGE_BYTES
     pin_bytes = left_bytes - table.trunk_bytes - table.expert_bytes - stream
+    pinned, streamed = 0, tensors
+    # The best of shares that don't depend on the memory: more of it can't pin less.
+    for share in range(1, len(tensors) + 1):
+        n_bytes, others = _pin_evenly(tensors, share * table.dense_bytes // len(tensors))
+        if pinned < n_bytes <= pin_bytes:
+            pinned, streamed = n_bytes, others
+    resident = table.trunk_bytes + table.expert_bytes + pinned
+    return tuple(streamed), (), (), n_slots, 0, resident, stream
+
+
+def _pin_evenly(tensors: list[Tensor], pin_bytes: int) -> tuple[int, list[Tensor]]:
+    """Return the bytes that are pinned, pin_bytes at most, and the tensors that are not."""
+    all_bytes = sum(tensor.n_bytes for tensor in tensors)
     pinned = seen = 0
-    streamed = []
+    others = []
     for tensor in tensors:
         seen += tensor.n_bytes
         # Never more than the even share up to here: pins and reads alternate in all layers.
-        if pinned + tensor.n_bytes <= pin_bytes * seen // table.dense_bytes:
+        if pinned + tensor.n_bytes <= pin_bytes * seen // all_bytes:
             pinned += tensor.n_bytes
         else:
-            streamed.append(tensor)
-    resident = table.trunk_bytes + table.expert_bytes + pinned
-    return tuple(streamed), (), (), n_slots, 0, resident, stream
+            others.append(tensor)
+    return pinned, others
 
 
 def _by_shape(blocks: Iterable[ExpertBlock]) -> Iterable[tuple[ExpertBlock, ...]]:
