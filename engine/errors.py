@@ -4,7 +4,7 @@ EngineError 500
   InvalidRequest 400    PromptTooLong 400     ModelNotFound 404
   Overloaded 503        ModelUnusable 500     EngineDied 500
   WeightsUnreadable 500
-    (ModelUnusable: the file can't be run; ModelFileError: not even read)
+    (ModelUnusable: the file can't be run; ModelFileError: not even read; DoesNotFit: too large)
 
 Each class carries the HTTP status that fits it; across the process border an error travels as
 kind, status and message. Anything that is not an EngineError is a bug and ends the engine process.
@@ -52,6 +52,14 @@ class Overloaded(EngineError):
 
 class ModelUnusable(EngineError):
     """The model file was read but can't be run by this engine."""
+
+
+class DoesNotFit(ModelUnusable):
+    """Not even the smallest plan of the model fits the memory there is."""
+
+    def __init__(self, message: str, needed_bytes: int, budget_bytes: int) -> None:
+        super().__init__(message)
+        self.needed_bytes, self.budget_bytes = needed_bytes, budget_bytes
 
 
 class ModelFileError(ModelUnusable):

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from headrace.engine.errors import ModelUnusable
+from headrace.engine.errors import DoesNotFit, ModelUnusable
 from headrace.engine.gguf import Array, Header, Tensor
 from headrace.engine.messages import Load, Mode
 from headrace.engine.tensors import ExpertBlock, TensorTable
@@ -136,18 +136,20 @@ def plan_weights(
     The budget covers weights, streaming, compute buffers and the kv_bytes of the context.
 
     Raises:
-        ModelUnusable: mode does not fit the model, or not even its smallest plan fits the budget.
+        DoesNotFit: not even the smallest plan of mode fits the budget.
+        ModelUnusable: mode does not fit the model.
     """
     compute_bytes = _compute_bytes(header, table, n_batch, n_slots)
     left = budget_bytes - kv_bytes - compute_bytes
     all_bytes = table.trunk_bytes + table.dense_bytes + table.expert_bytes
-    if mode == "full-resident" or (mode == "auto" and all_bytes <= left):
-        return WeightsPlan(
-            "full-resident", (), (), (), 0, n_batch, all_bytes, 0, kv_bytes, compute_bytes
-        )
-    if mode == "auto":
+    if mode == "auto" and all_bytes <= left:
+        mode = "full-resident"
+    elif mode == "auto":
         mode = "expert-streaming" if table.experts else "dense-ffn-streaming"
-    if mode == "expert-streaming":
+    plan: _Parts
+    if mode == "full-resident":
+        plan = (), (), (), 0, 0, all_bytes, 0
+    elif mode == "expert-streaming":
         if not table.experts:
             raise ModelUnusable(f"{header.path}: has no experts, expert-streaming needs some")
         plan = _stream_experts(table, left, n_batch)
@@ -161,12 +163,13 @@ def plan_weights(
         kv_bytes, compute_bytes,
     )  # fmt: skip
     if result.n_bytes > budget_bytes:
-        raise ModelUnusable(
+        raise DoesNotFit(
             f"{header.path}: {mode} needs {_mib(result.n_bytes)} of memory at least"
             f" ({_mib(resident)} of weights, {_mib(stream)} to stream the others,"
             f" {_mib(kv_bytes)} of context, {_mib(compute_bytes)} of buffers),"
-            f" {_mib(budget_bytes)} is there; raise --memory or lower --context"
-        )
+            f" {_mib(budget_bytes)} is there; raise --memory or lower --context",
+            result.n_bytes, budget_bytes,
+        )  # fmt: skip
     return result
 
 

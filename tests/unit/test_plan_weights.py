@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.engine import gguf, placement
-from headrace.engine.errors import ModelUnusable
+from headrace.engine.errors import DoesNotFit, ModelUnusable
 from headrace.engine.messages import Mode
 from headrace.engine.tensors import TensorTable, read_tensors
 
@@ -63,14 +63,16 @@ def test_a_model_that_fits_is_resident(models: dict[str, Read]) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    budget_kib=st.integers(1 << 10, 64 << 10), name=st.sampled_from(["mixed_dense", "mixed_moe"])
+    budget_kib=st.integers(1 << 10, 64 << 10),
+    name=st.sampled_from(["mixed_dense", "mixed_moe"]),
+    mode=st.sampled_from(["auto", "full-resident"]),
 )
 def test_a_plan_never_takes_more_than_the_budget(
-    budget_kib: int, name: str, models: dict[str, Read]
+    budget_kib: int, name: str, mode: Mode, models: dict[str, Read]
 ) -> None:
     try:
-        made = plan(models[name], budget_kib << 10)
-    except ModelUnusable:
+        made = plan(models[name], budget_kib << 10, mode)
+    except DoesNotFit:
         return  # too little for any plan
     assert made.n_bytes <= budget_kib << 10
     _, table = models[name]
