@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,25 +74,12 @@ def load_engine(
     from headrace.engine import engine, llama, weights
 
     header = read_model(Path(load.path), weights.open_direct)
-    table = read_tensors(header)
-    bytes_per_cell = placement.kv_bytes_per_cell(header, load.kv_type)
     budget = budget_bytes(load)
-    plan = placement.plan_weights(
-        header, table, mode=load.mode, budget_bytes=budget, n_batch=load.n_batch,
-        n_slots=load.n_slots,
-        kv_bytes=placement.wanted_kv_bytes(header, table, load, bytes_per_cell, budget),
-    )  # fmt: skip
+    plan = placement.plan_model(header, read_tensors(header), load, budget)
     logger.info("%s", placement.describe(plan, budget))
     llama.start_backend()
     model = _load_model(header, plan, repacks=repacks)
-    left = budget - plan.resident_bytes - plan.stream_bytes - plan.compute_bytes
-
-    def plan_context(n_ctx: int) -> placement.ContextPlan:
-        return placement.plan_context(
-            n_ctx, load.n_slots, n_ctx_train=model.n_ctx_train, bytes_per_cell=bytes_per_cell,
-            budget_bytes=left, widens=_widens(header),
-        )  # fmt: skip
-
+    plan_context = partial(placement.plan_model_context, header, load, plan, budget)
     made = engine.Engine(model, load, plan_context, emit, n_ubatch=plan.n_ubatch)
     return LoadedEngine(made, load, plan, budget, time.perf_counter_ns() - started)
 
@@ -116,11 +104,3 @@ def _load_model(header: Header, plan: placement.WeightsPlan, *, repacks: bool) -
         return llama.Model(header.path, repacks=repacks)
     stream = streaming.WeightStream(header, plan, llama.streaming_functions())
     return llama.Model(header.path, stream=stream)
-
-
-def _widens(header: Header) -> bool:
-    """Tell whether more cells than one sequence's leave the model's numbers as they are.
-
-    With two sets of rope factors llama.cpp chooses one by the number of cells.
-    """
-    return not any("rope_factors_long" in tensor.name for tensor in header.tensors)

@@ -187,6 +187,41 @@ def wanted_kv_bytes(
     return max(one, min(one * load.n_slots, left // 8))
 
 
+def plan_model(header: Header, table: TensorTable, load: Load, budget_bytes: int) -> WeightsPlan:
+    """Return where the weights go of a model that is loaded as load says, within budget_bytes.
+
+    Raises:
+        DoesNotFit: not even the smallest plan fits the budget.
+        ModelUnusable: load's mode does not fit the model.
+    """
+    bytes_per_cell = kv_bytes_per_cell(header, load.kv_type)
+    return plan_weights(
+        header, table, mode=load.mode, budget_bytes=budget_bytes, n_batch=load.n_batch,
+        n_slots=load.n_slots,
+        kv_bytes=wanted_kv_bytes(header, table, load, bytes_per_cell, budget_bytes),
+    )  # fmt: skip
+
+
+def plan_model_context(
+    header: Header, load: Load, plan: WeightsPlan, budget_bytes: int, n_ctx: int
+) -> ContextPlan:
+    """Return the context for sequences of n_ctx tokens in what plan leaves of budget_bytes."""
+    left = budget_bytes - plan.resident_bytes - plan.stream_bytes - plan.compute_bytes
+    return plan_context(
+        n_ctx, load.n_slots, n_ctx_train=header.context_length,
+        bytes_per_cell=kv_bytes_per_cell(header, load.kv_type), budget_bytes=left,
+        widens=_widens(header),
+    )  # fmt: skip
+
+
+def _widens(header: Header) -> bool:
+    """Tell whether more cells than one sequence's leave the model's numbers as they are.
+
+    With two sets of rope factors llama.cpp chooses one by the number of cells.
+    """
+    return not any("rope_factors_long" in tensor.name for tensor in header.tensors)
+
+
 def describe(plan: WeightsPlan, budget_bytes: int) -> str:
     """Return one line for the log: what is where."""
     parts = [f"{plan.mode}: {_mib(plan.resident_bytes)} of weights in memory"]
