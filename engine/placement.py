@@ -35,6 +35,8 @@ N_PARKED = 4
 N_BATCH = 512
 
 
+# Reads in flight: enough to keep a disk's queue full with 1 MiB each.
+N_IO_THREADS = 8
 # One tensor in use, one whole and one being read: the disk never waits for a free slot.
 N_RING_SLOTS = 4
 # llama.cpp's graph, allocator and metadata, before any activation.

@@ -16,13 +16,10 @@ from collections.abc import Iterator
 
 from headrace.engine.errors import ModelUnusable, WeightsUnreadable
 from headrace.engine.gguf import Header, Tensor
-from headrace.engine.placement import WeightsPlan
+from headrace.engine.placement import N_IO_THREADS, WeightsPlan
 from headrace.engine.weights import Stream, StreamStats, open_direct
 
 logger = logging.getLogger(__name__)
-
-# Enough to keep a disk's queue full with 1 MiB reads.
-N_IO_THREADS = 8
 
 _MEMORY, _FILE, _STREAMED = range(3)  # native/vfile.h, enum vfile_kind
 _REASONS = {

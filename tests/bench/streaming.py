@@ -187,7 +187,7 @@ def direct_mb_per_s(path: Path, n_bytes: int = 1 << 30) -> float:
     """Return the speed of direct reads of 1 MiB with the stream's threads, all queued at once."""
     import mmap
 
-    from headrace.engine.streaming import N_IO_THREADS
+    from headrace.engine.placement import N_IO_THREADS
     from headrace.native import Reader
 
     drop_cache(path)

@@ -15,7 +15,8 @@ from pydoc_data.topics import topics
 
 from headrace.engine import gguf, hardware, llama, placement
 from headrace.engine.openmp import openmp_environment  # noqa: F401  (the parent sets it)
-from headrace.engine.streaming import N_IO_THREADS, WeightStream
+from headrace.engine.placement import N_IO_THREADS
+from headrace.engine.streaming import WeightStream
 from headrace.engine.tensors import read_tensors
 from headrace.engine.weights import StreamStats
 
