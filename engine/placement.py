@@ -5,7 +5,6 @@ In: a model's header, the machine's figures, settings. Out: values. No I/O, no l
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -244,7 +243,7 @@ _Parts = tuple[
 
 def _stream_experts(table: TensorTable, left_bytes: int, n_batch: int) -> _Parts:
     """Stream all routed experts; each pool gets its share of the memory, at least one token's."""
-    pools = tuple(_by_shape(table.experts))
+    pools = table.pools
     resident = table.trunk_bytes + table.dense_bytes
     records, stream, n_ubatch = [], 0, n_batch
     for blocks in pools:
@@ -293,14 +292,6 @@ def _pin_evenly(tensors: list[Tensor], pin_bytes: int) -> tuple[int, list[Tensor
         else:
             others.append(tensor)
     return pinned, others
-
-
-def _by_shape(blocks: Iterable[ExpertBlock]) -> Iterable[tuple[ExpertBlock, ...]]:
-    """Return the blocks of each shape, which can share records."""
-    pools: dict[object, list[ExpertBlock]] = {}
-    for block in blocks:
-        pools.setdefault(block.shape, []).append(block)
-    return [tuple(pool) for pool in pools.values()]
 
 
 def _mib(n_bytes: int) -> str:

@@ -58,6 +58,14 @@ class TensorTable:
     """Experts that one token uses in a block; 0 without experts."""
 
     @property
+    def pools(self) -> tuple[tuple[ExpertBlock, ...], ...]:
+        """The blocks with experts by shape: those of one pool can share records."""
+        pools: dict[object, list[ExpertBlock]] = {}
+        for block in self.experts:
+            pools.setdefault(block.shape, []).append(block)
+        return tuple(tuple(pool) for pool in pools.values())
+
+    @property
     def trunk_bytes(self) -> int:
         return sum(tensor.n_bytes for tensor in self.trunk)
 
