@@ -1,0 +1,92 @@
+"""What was measured of this machine: its memory, its kernels, its GPUs and its disks.
+
+In: measured points. Out: a Profile, which forecasts ask for speeds. Knows neither how it was
+measured nor any model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby, pairwise
+from math import log2
+
+import msgspec
+
+
+class DiskPoint(msgspec.Struct, frozen=True):
+    """The speed of reads of one size, with so many in flight."""
+
+    request_bytes: int
+    depth: int
+    bytes_per_s: float
+
+
+class DiskProfile(msgspec.Struct, frozen=True):
+    """What a disk gives, by size and depth; device is st_dev as "major:minor"."""
+
+    device: str
+    is_direct: bool
+    sequential: tuple[DiskPoint, ...]
+    random: tuple[DiskPoint, ...]
+
+    def bytes_per_s(self, request_bytes: int, depth: int, *, is_random: bool) -> float:
+        """Return the speed of such reads, between and never beyond what was measured."""
+        points = sorted(
+            self.random if is_random else self.sequential,
+            key=lambda point: (point.request_bytes, point.depth),
+        )
+        by_size = [
+            (size, _interpolated(((p.depth, p.bytes_per_s) for p in group), depth))
+            for size, group in groupby(points, key=lambda point: point.request_bytes)
+        ]
+        return _interpolated(by_size, request_bytes)
+
+
+class KernelSpeed(msgspec.Struct, frozen=True):
+    """How fast weights of one type are used."""
+
+    type: str
+    """ggml's name, such as "Q4_0"."""
+    decode_bytes_per_s: float
+    """Weight bytes that one token's matrix products consume per second, all threads together."""
+    prefill_flops: float
+    """2*m*n*k per second of MUL_MAT at 512 tokens."""
+    expert_prefill_flops: float
+    """The same of MUL_MAT_ID with 128 experts, 8 of them used, at 512 tokens."""
+
+
+class GpuDevice(msgspec.Struct, frozen=True):
+    """A GPU as ggml lists it."""
+
+    name: str
+    description: str
+    total_bytes: int
+    free_bytes: int
+
+
+class Profile(msgspec.Struct, frozen=True):
+    """All that was measured; key tells whether it is still this machine's."""
+
+    key: str
+    n_threads: int
+    memory_bytes_per_s: float
+    kernels: tuple[KernelSpeed, ...]
+    gpus: tuple[GpuDevice, ...]
+    disks: tuple[DiskProfile, ...]
+
+    def kernel(self, type_name: str) -> KernelSpeed | None:
+        """Return the speed of a tensor type, or None if it was not measured."""
+        return next((kernel for kernel in self.kernels if kernel.type == type_name), None)
+
+    def disk(self, device: str) -> DiskProfile | None:
+        """Return the disk that has files of that st_dev, or None if it was not measured."""
+        return next((disk for disk in self.disks if disk.device == device), None)
+
+
+def _interpolated(points: Iterable[tuple[int, float]], x: int) -> float:
+    """Return y at x of points in the order of x: straight lines over log2(x), level outside."""
+    known = list(points)
+    for (x0, y0), (x1, y1) in pairwise(known):
+        if x0 <= x < x1:
+            return y0 + (y1 - y0) * (log2(x) - log2(x0)) / (log2(x1) - log2(x0))
+    return known[0][1] if x < known[0][0] else known[-1][1]
