@@ -18,8 +18,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server": {"config", "engine"},
 }
 NEAR_SIDE = {
-    "chat", "client", "errors", "gguf", "gguf_source", "hardware", "library", "messages", "openmp",
-    "placement", "template",
+    "chat", "client", "errors", "forecast", "gguf", "gguf_source", "hardware", "library",
+    "messages", "openmp", "placement", "profile", "routing", "template", "tensors",
 }  # fmt: skip
 # Commands that are a process of their own; cli.py imports them when they are asked for.
 IN_PROCESS = {"checksum.py"}

@@ -1,0 +1,145 @@
+"""Plans and forecasts of published models on described machines, as a table for people to check.
+
+In: nothing. Out: the table as Markdown on stdout. Plans have no tier of GPU memory yet, so machines
+differ in memory and disk only. tests/unit/test_golden_plans.py compares it with
+tests/unit/golden/plans.md; after a change that was meant, write it anew from the project's root:
+
+    .venv/bin/python tests/support/golden_plans.py > tests/unit/golden/plans.md
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import header_only
+
+from headrace.engine.errors import DoesNotFit
+from headrace.engine.forecast import MORE_PERCENT, Forecast, forecast
+from headrace.engine.gguf import Header, read_model
+from headrace.engine.messages import Load
+from headrace.engine.placement import (
+    DEFAULT_SLOTS,
+    HEADROOM_BYTES,
+    N_BATCH,
+    WeightsPlan,
+    plan_model,
+)
+from headrace.engine.profile import DiskPoint, DiskProfile, KernelSpeed, Profile
+from headrace.engine.tensors import TensorTable, read_tensors
+
+GIB = 1 << 30
+RAM_GIB = (16, 32, 64)
+DISK_GB_PER_S = (1.0, 3.5, 7.0)
+# The system and what else runs on the machine.
+OTHERS_BYTES = 2 * GIB
+N_CTX = 4096
+COLUMNS = (
+    "model, file in GB", "RAM in GiB", "disk in GB/s", "mode", "weights in RAM, GiB",
+    "cache or ring, GiB", "context, GiB", "experts cached, %", "hits, %", "read per token, MB",
+    "tokens/s", "with 25, 50, 100 % more", "s to 1000 tokens", "s to load", "limit",
+)  # fmt: skip
+
+# A desktop with 8 cores and DDR5: decode near its 60 GB/s, prefill as AVX2 kernels have it.
+_KERNELS = (
+    KernelSpeed("Q4_K", 46e9, 1.0e12, 0.6e12),
+    KernelSpeed("Q5_0", 40e9, 0.7e12, 0.4e12),
+    KernelSpeed("Q5_K", 44e9, 0.8e12, 0.5e12),
+    KernelSpeed("Q6_K", 46e9, 0.8e12, 0.5e12),
+    KernelSpeed("Q8_0", 54e9, 1.0e12, 0.6e12),
+    KernelSpeed("MXFP4", 44e9, 0.9e12, 0.55e12),
+)
+# The share of its best speed that a disk gives, by size in KiB and depth.
+_DISK_SHARES = {(128, 1): 0.2, (128, 2): 0.35, (128, 8): 0.8, (1024, 1): 0.55, (1024, 8): 1.0}
+_RANDOM_SHARE = 0.9
+
+
+def machine(disk_bytes_per_s: float) -> tuple[Profile, DiskProfile]:
+    """Return the desktop with a disk of that speed."""
+    sequential = tuple(
+        DiskPoint(kib << 10, depth, share * disk_bytes_per_s)
+        for (kib, depth), share in _DISK_SHARES.items()
+    )
+    random = tuple(
+        DiskPoint(point.request_bytes, point.depth, _RANDOM_SHARE * point.bytes_per_s)
+        for point in sequential
+    )
+    disk = DiskProfile("259:0", True, sequential, random)
+    return Profile("golden", 8, 60e9, _KERNELS, (), (disk,)), disk
+
+
+def predict(
+    header: Header, table: TensorTable, budget_bytes: int, disk_bytes_per_s: float,
+    n_ctx: int = N_CTX,
+) -> tuple[WeightsPlan, Forecast]:  # fmt: skip
+    """Return plan and forecast of a model on the desktop.
+
+    Raises:
+        DoesNotFit: it does not run in budget_bytes.
+    """
+    load = Load(
+        path=str(header.path), name="", n_ctx=n_ctx, n_slots=DEFAULT_SLOTS, n_batch=N_BATCH,
+        n_threads=8, n_threads_batch=8,
+    )  # fmt: skip
+    plan = plan_model(header, table, load, budget_bytes)
+    larger = [budget_bytes * (100 + percent) // 100 for percent in MORE_PERCENT]
+    expected = forecast(
+        *machine(disk_bytes_per_s), table, plan,
+        larger=[(budget, plan_model(header, table, load, budget)) for budget in larger],
+    )  # fmt: skip
+    return plan, expected
+
+
+def rows() -> Iterator[str]:
+    """Yield the lines of the table."""
+    yield _line(COLUMNS)
+    yield _line("---" for _ in COLUMNS)
+    with tempfile.TemporaryDirectory() as folder:
+        for model in header_only.MODELS:
+            header = read_model(header_only.build(model, Path(folder)))
+            table = read_tensors(header)
+            for ram_gib in RAM_GIB:
+                for disk_gb_per_s in DISK_GB_PER_S:
+                    file_gb = sum(file.n_bytes for file in header.files) / 1e9
+                    yield _line([
+                        f"{model.name}, {file_gb:.1f}", f"{ram_gib}", f"{disk_gb_per_s:g}",
+                        *_cells(header, table, ram_gib, disk_gb_per_s),
+                    ])  # fmt: skip
+
+
+def _cells(header: Header, table: TensorTable, ram_gib: int, disk_gb_per_s: float) -> list[str]:
+    budget_bytes = ram_gib * GIB - OTHERS_BYTES - HEADROOM_BYTES
+    try:
+        plan, expected = predict(header, table, budget_bytes, disk_gb_per_s * 1e9)
+    except DoesNotFit as error:
+        return [f"needs {error.needed_bytes / GIB:.1f} GiB"] + [""] * (len(COLUMNS) - 4)
+    n_experts = sum(block.n_experts for pool in plan.expert_blocks for block in pool)
+    hit_rate = expected.expert_hit_rate
+    return [
+        plan.mode,
+        f"{plan.resident_bytes / GIB:.1f}",
+        f"{plan.stream_bytes / GIB:.1f}",
+        f"{plan.kv_bytes / GIB:.1f}",
+        f"{100 * sum(plan.pool_records) / n_experts:.0f}" if n_experts else "",
+        "" if hit_rate is None else f"{100 * hit_rate:.0f}",
+        f"{expected.read_bytes_per_token / 1e6:.0f}",
+        f"{expected.decode_tokens_per_s:.3g}",
+        ", ".join(f"{more.decode_tokens_per_s:.3g}" for more in expected.more_memory),
+        f"{expected.ttft_s_per_1000_tokens:.3g}",
+        f"{expected.load_s:.3g}",
+        expected.limit,
+    ]
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    for row in rows():
+        print(row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Forecasts: the arithmetic of bytes and speeds, and that more of anything is never slower."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import header_only
+import msgspec
+import numpy as np
+import pytest
+from golden_plans import GIB, machine, predict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.engine.errors import DoesNotFit, EngineError
+from headrace.engine.forecast import Forecast, calibrate, forecast
+from headrace.engine.gguf import Header, read_model
+from headrace.engine.placement import WeightsPlan
+from headrace.engine.profile import KernelSpeed, Profile
+from headrace.engine.routing import ExpertUsage
+from headrace.engine.tensors import TensorTable, read_tensors
+
+Read = tuple[Header, TensorTable]
+NAMES = tuple(model.name for model in header_only.MODELS)
+DENSE, MIXTRAL, QWEN3, GPT_OSS, DEEPSEEK = NAMES
+GB = 1e9
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Read]:
+    folder = tmp_path_factory.mktemp("headers")
+    headers = [read_model(header_only.build(model, folder)) for model in header_only.MODELS]
+    return dict(zip(NAMES, ((h, read_tensors(h)) for h in headers), strict=True))
+
+
+def even_profile(weights_per_s: float, memory_per_s: float) -> Profile:
+    """Return a profile with kernels that all use weights at that speed."""
+    kernels = tuple(
+        KernelSpeed(kernel.type, weights_per_s, 1e12, 1e12) for kernel in machine(GB)[0].kernels
+    )
+    return msgspec.structs.replace(machine(GB)[0], kernels=kernels, memory_bytes_per_s=memory_per_s)
+
+
+def used_bytes(table: TensorTable) -> float:
+    """Return the weights that one token is multiplied with."""
+    trunk = sum(t.n_bytes for t in table.trunk if t.name != "token_embd.weight")
+    experts = sum(p.n_bytes / b.n_experts * table.n_used for b in table.experts for p in b.parts)
+    return trunk + table.dense_bytes + experts
+
+
+@pytest.mark.parametrize("name", [DENSE, MIXTRAL, QWEN3, GPT_OSS])
+def test_a_resident_model_takes_the_time_that_its_weights_take(
+    name: str, models: dict[str, Read]
+) -> None:
+    header, table = models[name]
+    plan, _ = predict(header, table, 80 * GIB, GB)
+    made = forecast(even_profile(10 * GB, 50 * GB), machine(GB)[1], table, plan)
+    assert (plan.mode, made.read_bytes_per_token, made.expert_hit_rate) == (
+        "full-resident",
+        0,
+        None,
+    )
+    # Floats without a kernel of their own come as fast as memory does.
+    assert made.decode_tokens_per_s == pytest.approx(10 * GB / used_bytes(table), rel=0.05)
+
+
+def test_a_slow_disk_alone_sets_the_pace_of_a_streamed_dense_model(
+    models: dict[str, Read],
+) -> None:
+    plan, made = predict(*models[DENSE], 16 * GIB, 2 * GB)
+    streamed = sum(tensor.n_bytes for tensor in plan.streamed)
+    assert made.read_bytes_per_token == streamed > 20 * GB
+    assert made.decode_tokens_per_s == pytest.approx(2 * GB / streamed)
+    assert made.limit == "disk"
+
+
+def test_a_disk_that_is_fast_enough_is_hidden(models: dict[str, Read]) -> None:
+    resident = predict(*models[DENSE], 80 * GIB, GB)[1]
+    streamed = predict(*models[DENSE], 40 * GIB, 100 * GB)[1]
+    assert streamed.read_bytes_per_token > 0
+    assert streamed.decode_tokens_per_s == pytest.approx(resident.decode_tokens_per_s)
+
+
+def test_experts_that_are_missed_are_read(models: dict[str, Read]) -> None:
+    _, table = models[QWEN3]
+    _, made = predict(*models[QWEN3], 8 * GIB, GB)
+    one_token = sum(p.n_bytes / b.n_experts * table.n_used for b in table.experts for p in b.parts)
+    assert made.expert_hit_rate is not None and 0.5 < made.expert_hit_rate < 0.9
+    assert made.read_bytes_per_token == pytest.approx(
+        (1 - made.expert_hit_rate) * one_token, rel=0.02
+    )
+    assert (made.hit_rate_source, made.limit) == ("prior", "disk")
+
+
+def test_a_router_that_prefers_few_experts_needs_less_of_the_disk(models: dict[str, Read]) -> None:
+    header, table = models[QWEN3]
+    plan, prior = predict(header, table, 8 * GIB, GB)
+    counts = np.r_[np.full(16, 9000), np.full(112, 50)]
+    usage = ExpertUsage((counts,) * len(table.experts))
+    learnt = forecast(*machine(GB), table, plan, usage=usage)
+    assert learnt.hit_rate_source == "learnt"
+    assert learnt.decode_tokens_per_s > 1.5 * prior.decode_tokens_per_s
+
+
+@pytest.mark.parametrize(("kernel", "limit"), [(9 * GB, "memory bandwidth"), (2 * GB, "compute")])
+def test_kernels_near_memorys_speed_wait_for_memory(
+    kernel: float, limit: str, models: dict[str, Read]
+) -> None:
+    _, table = models[DENSE]
+    plan, _ = predict(*models[DENSE], 80 * GIB, GB)
+    assert forecast(even_profile(kernel, 10 * GB), machine(GB)[1], table, plan).limit == limit
+
+
+def test_a_prompt_streams_the_weights_once_for_each_batch(models: dict[str, Read]) -> None:
+    plan, made = predict(*models[DENSE], 16 * GIB, 0.05 * GB)
+    streamed = sum(tensor.n_bytes for tensor in plan.streamed)
+    assert made.ttft_s_per_1000_tokens == pytest.approx(1000 / 512 * streamed / (0.05 * GB))
+
+
+def test_types_that_were_not_measured_count_as_the_slowest_and_are_named(
+    models: dict[str, Read],
+) -> None:
+    profile, disk = machine(GB)
+    _, table = models[GPT_OSS]
+    plan, known = predict(*models[GPT_OSS], 80 * GIB, GB)
+    kernels = tuple(kernel for kernel in profile.kernels if kernel.type != "MXFP4")
+    made = forecast(msgspec.structs.replace(profile, kernels=kernels), disk, table, plan)
+    assert (known.unmeasured_types, made.unmeasured_types) == ((), ("MXFP4",))
+    assert made.decode_tokens_per_s < known.decode_tokens_per_s
+
+
+def test_a_profile_without_kernels_is_refused(models: dict[str, Read]) -> None:
+    profile, disk = machine(GB)
+    plan, _ = predict(*models[DENSE], 80 * GIB, GB)
+    with pytest.raises(EngineError, match="no kernel speeds"):
+        forecast(msgspec.structs.replace(profile, kernels=()), disk, models[DENSE][1], plan)
+
+
+def test_more_memory_is_told_about_until_all_is_resident(models: dict[str, Read]) -> None:
+    _, made = predict(*models[DENSE], 30 * GIB, GB)
+    assert [more.budget_bytes for more in made.more_memory] == [
+        30 * GIB * 5 // 4, 30 * GIB * 3 // 2, 60 * GIB
+    ]  # fmt: skip
+    assert [more.mode for more in made.more_memory][0::2] == [
+        "dense-ffn-streaming", "full-resident"
+    ]  # fmt: skip
+    speeds = [made.decode_tokens_per_s, *(m.decode_tokens_per_s for m in made.more_memory)]
+    assert speeds == sorted(speeds)
+
+
+def planned(read: Read, budget_bytes: int, disk: float) -> tuple[WeightsPlan, Forecast] | None:
+    try:
+        return predict(*read, budget_bytes, disk)
+    except DoesNotFit:
+        return None
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(NAMES),
+    budgets=st.lists(st.integers(2 << 10, 440 << 10), min_size=2, max_size=2),
+    disk=st.floats(0.2, 14),
+)
+def test_more_memory_is_never_slower_and_no_plan_exceeds_its_budget(
+    name: str, budgets: list[int], disk: float, models: dict[str, Read]
+) -> None:
+    low, high = (planned(models[name], mib << 20, disk * GB) for mib in sorted(budgets))
+    if low is None:
+        return  # too little to run at all
+    assert high is not None
+    for (plan, _), mib in zip((low, high), sorted(budgets), strict=True):
+        assert plan.n_bytes <= mib << 20
+    slow, fast = low[1], high[1]
+    assert fast.decode_tokens_per_s >= slow.decode_tokens_per_s * (1 - 1e-6)
+    assert fast.ttft_s_per_1000_tokens <= slow.ttft_s_per_1000_tokens * (1 + 1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(NAMES), budget_gib=st.integers(24, 440),
+    disks=st.lists(st.floats(0.05, 30), min_size=2, max_size=2),
+)  # fmt: skip
+def test_a_faster_disk_is_never_slower(
+    name: str, budget_gib: int, disks: list[float], models: dict[str, Read]
+) -> None:
+    slow, fast = (predict(*models[name], budget_gib * GIB, disk * GB)[1] for disk in sorted(disks))
+    assert fast.decode_tokens_per_s >= slow.decode_tokens_per_s
+    assert fast.ttft_s_per_1000_tokens <= slow.ttft_s_per_1000_tokens
+    assert fast.load_s <= slow.load_s
+
+
+def test_what_was_measured_corrects_the_next_forecasts(models: dict[str, Read]) -> None:
+    header, table = models[QWEN3]
+    plan, made = predict(header, table, 8 * GIB, GB)
+    measured = made.decode_tokens_per_s / 2
+    errors = []
+    for _ in range(4):
+        made = forecast(*machine(GB), table, plan, correction=calibrate(made, measured))
+        errors.append(made.decode_tokens_per_s / measured - 1)
+    assert 0 < errors[0] < 0.25  # most of the way at once, and no further
+    assert errors == sorted(errors, reverse=True) and errors[-1] < 0.01
+
+
+def test_a_correction_stays_within_bounds(models: dict[str, Read]) -> None:
+    _, made = predict(*models[QWEN3], 8 * GIB, GB)
+    assert calibrate(made, made.decode_tokens_per_s) == pytest.approx(1)
+    assert calibrate(made, 1e-6) == 0.25
+    assert calibrate(made, 1e6) == 4
+
+
+def test_a_smaller_physical_batch_goes_through_the_weights_more_often(
+    models: dict[str, Read],
+) -> None:
+    _, table = models[DENSE]
+    plan, made = predict(*models[DENSE], 16 * GIB, 0.05 * GB)
+    small = forecast(*machine(0.05 * GB), table, replace(plan, n_ubatch=128))
+    assert small.ttft_s_per_1000_tokens == pytest.approx(4 * made.ttft_s_per_1000_tokens)
