@@ -6,6 +6,7 @@ In: a model's header, the machine's figures, settings. Out: values. No I/O, no l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from headrace.engine.errors import DoesNotFit, ModelUnusable
@@ -174,33 +175,31 @@ def plan_weights(
     return result
 
 
-def wanted_kv_bytes(
-    header: Header, table: TensorTable, load: Load, bytes_per_cell: int, budget_bytes: int
-) -> int:
-    """Return the bytes to set aside for a context when weights have to be streamed.
-
-    All slots if that is an eighth of what the trunk leaves at most, else one sequence: memory for
-    cells that are seldom used is memory that weights don't have in every step.
-    """
-    n_ctx = min(load.n_ctx, header.context_length or load.n_ctx)
-    one = -(-n_ctx // 256) * 256 * bytes_per_cell
-    left = max(budget_bytes - table.trunk_bytes, 0)
-    return max(one, min(one * load.n_slots, left // 8))
-
-
 def plan_model(header: Header, table: TensorTable, load: Load, budget_bytes: int) -> WeightsPlan:
     """Return where the weights go of a model that is loaded as load says, within budget_bytes.
+
+    A context for one sequence is set aside. Where weights have to be streamed all slots have one,
+    if that is an eighth of the memory beyond the smallest plan at most: memory for cells that are
+    seldom used is memory that weights don't have in every step.
 
     Raises:
         DoesNotFit: not even the smallest plan fits the budget.
         ModelUnusable: load's mode does not fit the model.
     """
-    bytes_per_cell = kv_bytes_per_cell(header, load.kv_type)
-    return plan_weights(
-        header, table, mode=load.mode, budget_bytes=budget_bytes, n_batch=load.n_batch,
-        n_slots=load.n_slots,
-        kv_bytes=wanted_kv_bytes(header, table, load, bytes_per_cell, budget_bytes),
-    )  # fmt: skip
+    n_ctx = min(load.n_ctx, header.context_length or load.n_ctx)
+    one_bytes = -(-n_ctx // 256) * 256 * kv_bytes_per_cell(header, load.kv_type)
+    plan_within = partial(
+        plan_weights, header, table, mode=load.mode, n_batch=load.n_batch, n_slots=load.n_slots
+    )
+    plan = plan_within(budget_bytes=budget_bytes, kv_bytes=one_bytes)
+    if plan.mode == "full-resident":
+        return plan
+    try:
+        least_bytes = plan_within(budget_bytes=0, kv_bytes=one_bytes).n_bytes
+    except DoesNotFit as error:
+        least_bytes = error.needed_bytes
+    kv_bytes = min(one_bytes * load.n_slots, (budget_bytes - least_bytes) // 8)
+    return plan_within(budget_bytes=budget_bytes, kv_bytes=max(one_bytes, kv_bytes))
 
 
 def plan_model_context(

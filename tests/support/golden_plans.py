@@ -25,6 +25,7 @@ from headrace.engine.placement import (
     N_BATCH,
     WeightsPlan,
     plan_model,
+    plan_model_context,
 )
 from headrace.engine.profile import DiskPoint, DiskProfile, KernelSpeed, Profile
 from headrace.engine.tensors import TensorTable, read_tensors
@@ -69,24 +70,31 @@ def machine(disk_bytes_per_s: float) -> tuple[Profile, DiskProfile]:
     return Profile("golden", 8, 60e9, _KERNELS, (), (disk,)), disk
 
 
+def load(header: Header) -> Load:
+    """Return how a model is loaded there without any setting."""
+    return Load(
+        path=str(header.path), name="", n_ctx=N_CTX, n_slots=DEFAULT_SLOTS, n_batch=N_BATCH,
+        n_threads=8, n_threads_batch=8,
+    )  # fmt: skip
+
+
 def predict(
-    header: Header, table: TensorTable, budget_bytes: int, disk_bytes_per_s: float,
-    n_ctx: int = N_CTX,
-) -> tuple[WeightsPlan, Forecast]:  # fmt: skip
+    header: Header, table: TensorTable, budget_bytes: int, disk_bytes_per_s: float
+) -> tuple[WeightsPlan, Forecast]:
     """Return plan and forecast of a model on the desktop.
 
     Raises:
         DoesNotFit: it does not run in budget_bytes.
     """
-    load = Load(
-        path=str(header.path), name="", n_ctx=n_ctx, n_slots=DEFAULT_SLOTS, n_batch=N_BATCH,
-        n_threads=8, n_threads_batch=8,
-    )  # fmt: skip
-    plan = plan_model(header, table, load, budget_bytes)
+
+    def plan_within(budget_bytes: int) -> WeightsPlan:
+        return plan_model(header, table, load(header), budget_bytes)
+
+    plan = plan_within(budget_bytes)
     larger = [budget_bytes * (100 + percent) // 100 for percent in MORE_PERCENT]
     expected = forecast(
         *machine(disk_bytes_per_s), table, plan,
-        larger=[(budget, plan_model(header, table, load, budget)) for budget in larger],
+        larger=[(budget, plan_within(budget)) for budget in larger],
     )  # fmt: skip
     return plan, expected
 
@@ -120,7 +128,7 @@ def _cells(header: Header, table: TensorTable, ram_gib: int, disk_gb_per_s: floa
         plan.mode,
         f"{plan.resident_bytes / GIB:.1f}",
         f"{plan.stream_bytes / GIB:.1f}",
-        f"{plan.kv_bytes / GIB:.1f}",
+        f"{plan_model_context(header, load(header), plan, budget_bytes, N_CTX).n_bytes / GIB:.1f}",
         f"{100 * sum(plan.pool_records) / n_experts:.0f}" if n_experts else "",
         "" if hit_rate is None else f"{100 * hit_rate:.0f}",
         f"{expected.read_bytes_per_token / 1e6:.0f}",

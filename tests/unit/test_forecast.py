@@ -175,6 +175,22 @@ def test_more_memory_is_never_slower_and_no_plan_exceeds_its_budget(
     assert fast.ttft_s_per_1000_tokens <= slow.ttft_s_per_1000_tokens * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_model_is_said_to_need_is_enough(name: str, models: dict[str, Read]) -> None:
+    with pytest.raises(DoesNotFit) as refused:
+        predict(*models[name], GIB // 2, GB)
+    plan, _ = predict(*models[name], refused.value.needed_bytes, GB)
+    assert plan.n_bytes == refused.value.needed_bytes
+
+
+def test_a_model_is_resident_as_soon_as_it_fits_with_one_sequence(
+    models: dict[str, Read],
+) -> None:
+    resident, _ = predict(*models[DENSE], 80 * GIB, GB)
+    assert predict(*models[DENSE], resident.n_bytes, GB)[0].mode == "full-resident"
+    assert predict(*models[DENSE], resident.n_bytes - 1, GB)[0].mode == "dense-ffn-streaming"
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     name=st.sampled_from(NAMES), budget_gib=st.integers(24, 440),
