@@ -146,7 +146,7 @@ class Engine:
 
     def _receive(self) -> None:
         """Take in all that was submitted; wait for something when there is nothing to do."""
-        is_idle = not self._running and not self._waiting
+        is_idle = not self._running and not self._waiting and not self._uses_idle_time()
         while True:
             try:
                 item = self._inbox.get(block=is_idle)
@@ -160,6 +160,10 @@ class Engine:
             else:
                 self._accept(*item)
         self._flush()
+
+    def _uses_idle_time(self) -> bool:
+        """Do a little of what is useful but not needed; False if there is nothing."""
+        return self.model.stream is not None and self.model.stream.fill()
 
     def _flush(self) -> None:
         if self._events:
@@ -291,8 +295,12 @@ class Engine:
             [s.seq_id for s in sequences],
             [True] * len(sequences),
         )
+        stream = self.model.stream
+        before = None if stream is None else stream.stats()
         if not self._evaluate(sequences):
             return
+        if stream is not None and before is not None:
+            stream.learn(before)
         for i, sequence in enumerate(sequences):
             self._cache.extend(sequence.seq_id, sequence.tokens[-1:])
             sequence.n_past += 1

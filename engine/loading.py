@@ -19,7 +19,9 @@ from headrace.engine import hardware, placement
 from headrace.engine.gguf import Header, read_model
 from headrace.engine.messages import Event, Load, Loaded
 from headrace.engine.openmp import installed_environment
+from headrace.engine.routing import ExpertUsage
 from headrace.engine.tensors import read_tensors
+from headrace.engine.usage import keep_usage, read_usage
 
 if TYPE_CHECKING:
     from headrace.engine.engine import Engine
@@ -34,8 +36,11 @@ class LoadedEngine:
 
     engine: Engine
     load: Load
+    header: Header
     plan: placement.WeightsPlan
     budget_bytes: int
+    usage: ExpertUsage | None
+    """What was known of the experts before."""
     load_ns: int
 
     @property
@@ -56,13 +61,20 @@ class LoadedEngine:
             load_ns=self.load_ns,
         )
 
+    def keep_usage(self) -> None:
+        """Write down what was learnt of the experts; when the engine has stopped."""
+        stream = self.engine.model.stream
+        usage = None if stream is None else stream.usage()
+        if usage is not None:
+            keep_usage(self.header, usage, self.usage)
+
 
 def load_engine(
     load: Load, emit: Callable[[list[Event]], None], *, repacks: bool = True
 ) -> LoadedEngine:
     """Load the model that load names and make its Engine, which gives its events to emit.
 
-    A resident model is repacked for the processor unless repacks is false; a streamed one never is.
+    What stays in memory is repacked for the processor unless repacks is false.
 
     Raises:
         EngineError: the model can't be loaded.
@@ -75,13 +87,17 @@ def load_engine(
 
     header = read_model(Path(load.path), weights.open_direct)
     budget = budget_bytes(load)
-    plan = placement.plan_model(header, read_tensors(header), load, budget)
+    table = read_tensors(header)
+    plan = placement.plan_model(header, table, load, budget)
     logger.info("%s", placement.describe(plan, budget))
     llama.start_backend()
     model = _load_model(header, plan, repacks=repacks)
+    usage = read_usage(header, table.experts) if plan.expert_blocks else None
+    if model.stream is not None and usage is not None:
+        model.stream.expect(usage)
     plan_context = partial(placement.plan_model_context, header, load, plan, budget)
     made = engine.Engine(model, load, plan_context, emit, n_ubatch=plan.n_ubatch)
-    return LoadedEngine(made, load, plan, budget, time.perf_counter_ns() - started)
+    return LoadedEngine(made, load, header, plan, budget, usage, time.perf_counter_ns() - started)
 
 
 def budget_bytes(load: Load) -> int:
@@ -103,4 +119,4 @@ def _load_model(header: Header, plan: placement.WeightsPlan, *, repacks: bool) -
     if plan.mode == "full-resident":
         return llama.Model(header.path, repacks=repacks)
     stream = streaming.WeightStream(header, plan, llama.streaming_functions())
-    return llama.Model(header.path, stream=stream)
+    return llama.Model(header.path, repacks=repacks, stream=stream)

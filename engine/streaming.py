@@ -14,12 +14,19 @@ import resource
 import struct
 from collections.abc import Iterator
 
+import numpy as np
+import numpy.typing as npt
+
 from headrace.engine.errors import ModelUnusable, WeightsUnreadable
 from headrace.engine.gguf import Header, Tensor
 from headrace.engine.placement import N_IO_THREADS, WeightsPlan
+from headrace.engine.routing import ExpertUsage
 from headrace.engine.weights import Stream, StreamStats, open_direct
 
 logger = logging.getLogger(__name__)
+
+# Experts that are read at once when there is time: few, as a request may come meanwhile.
+N_FILL = 8
 
 _MEMORY, _FILE, _STREAMED = range(3)  # native/vfile.h, enum vfile_kind
 _REASONS = {
@@ -28,6 +35,7 @@ _REASONS = {
     errno.ENOSPC: "the step needs more expert records than there are",
 }
 
+Counts = npt.NDArray[np.int64]
 Functions = tuple[int, int, int, int, int]
 Fault = tuple[int, bytes | None, int, int, str, str]
 
@@ -46,6 +54,10 @@ class WeightStream:
                 llama.cpp is not the version that streaming is made for.
         """
         self._path = header.path
+        self._blocks = [block for blocks in plan.expert_blocks for block in blocks]
+        self._n_records = sum(plan.pool_records)
+        self._to_fill: list[int] = []
+        self._n_hits = self._n_misses = 0
         self.patterns = _patterns(plan.streamed)
         """Regular expressions for the names of the streamed tensors."""
         head, places = _virtual_header(header)
@@ -98,6 +110,51 @@ class WeightStream:
         """End a step, and return the error that makes its results worthless, if any."""
         fault = self.native.finish()
         return None if fault is None else WeightsUnreadable(_reason(fault))
+
+    def expect(self, usage: ExpertUsage) -> None:
+        """Let fill read the experts that were used most, as many as there are records."""
+        in_order = sorted(range(len(self._blocks)), key=lambda i: self._blocks[i].block)
+        counts: list[Counts] = [np.zeros(0, dtype=np.int64)] * len(self._blocks)
+        for place, block_counts in zip(in_order, usage.counts, strict=True):
+            counts[place] = block_counts
+        flat = np.concatenate(counts)
+        best = np.argsort(-flat, kind="stable")[: self._n_records]
+        self._to_fill = [int(i) for i in best[::-1] if flat[i] > 0]
+
+    def fill(self) -> bool:
+        """Read some of what is expected into records that are free; False if nothing is left.
+
+        Takes some milliseconds: for when there is nothing else to do.
+        """
+        if not self._to_fill:
+            return False
+        chunk = tuple(self._to_fill[-N_FILL:][::-1])
+        del self._to_fill[-N_FILL:]
+        if not self.native.fill(chunk):
+            self._to_fill.clear()
+        return bool(self._to_fill)
+
+    def learn(self, before: StreamStats) -> None:
+        """Note a step of decode tokens, which began with the counters before."""
+        now = self.native.stats()
+        # A useful guess is a hit that without it would have been none.
+        n_useful = now.n_useful - before.n_useful
+        self._n_hits += now.n_hits - before.n_hits - n_useful
+        self._n_misses += now.n_misses - before.n_misses + n_useful
+
+    def usage(self) -> ExpertUsage | None:
+        """Return how often each expert was chosen since the files were opened; None if never."""
+        uses = np.frombuffer(self.native.uses(), dtype=np.uint32).astype(np.int64)
+        n_chosen = self._n_hits + self._n_misses
+        if not n_chosen:
+            return None
+        lengths = [block.n_experts for block in self._blocks]
+        counts = np.split(uses, np.cumsum(lengths)[:-1])
+        in_order = sorted(range(len(lengths)), key=lambda i: self._blocks[i].block)
+        return ExpertUsage(
+            tuple(counts[i] for i in in_order), self._n_records / sum(lengths),
+            self._n_hits / n_chosen,
+        )  # fmt: skip
 
     def stats(self) -> StreamStats:
         """Return the counters since the files were opened."""

@@ -55,14 +55,14 @@ class Worker:
             N_TOKENIZERS, "tokenizer", initializer=pin, initargs=(load.io_cpus,)
         )
         self._tokenising: dict[int, Future[None]] = {}
-        loaded = load_engine(load, self.send)
-        self._engine = loaded.engine
+        self._loaded = load_engine(load, self.send)
+        self._engine = self._loaded.engine
         self._vocab = self._engine.vocab
         self._thread = threading.Thread(
             target=self._run_engine, args=(load.decode_cpus,), name="engine", daemon=True
         )
         self._thread.start()
-        self.send([loaded.message])
+        self.send([self._loaded.message])
 
     def send(self, events: list[Event]) -> None:
         """Send events as one frame; a closed socket is noticed by the reader."""
@@ -87,6 +87,8 @@ class Worker:
         """Stop the engine after the step at hand."""
         self._engine.stop()
         self._thread.join(timeout=2)
+        if not self._thread.is_alive():
+            self._loaded.keep_usage()
 
     def _cancel(self, uid: int) -> None:
         task = self._tokenising.get(uid)

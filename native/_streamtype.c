@@ -4,7 +4,7 @@
 #include <structmember.h>
 #include <string.h>
 
-#include "stream.h"
+#include "_streamarguments.h"
 
 struct stream_object {
     PyObject_HEAD
@@ -12,135 +12,6 @@ struct stream_object {
     PyObject *paths;        /* tuple of bytes */
     PyObject *header;       /* bytes, which extents point into */
 };
-
-/* What a Stream is made of; the arrays are ours, what they point to is the arguments'. */
-struct arguments {
-    struct ggml_functions ggml;
-    const char **paths;
-    struct vfile_extent *extents;
-    struct stream_weight *weights;
-    size_t *pool_records;
-    Py_ssize_t n_paths, n_extents, n_weights, n_pools;
-};
-
-static void
-free_arguments(struct arguments *arguments)
-{
-    PyMem_Free(arguments->paths);
-    PyMem_Free(arguments->extents);
-    PyMem_Free(arguments->weights);
-    PyMem_Free(arguments->pool_records);
-}
-
-static bool
-parse_functions(struct ggml_functions *ggml, PyObject *addresses)
-{
-    unsigned long long a[5];
-    if (!PyArg_ParseTuple(addresses, "KKKKK;functions are five addresses", &a[0], &a[1],
-                          &a[2], &a[3], &a[4])) {
-        return false;
-    }
-    ggml->version = (const char *(*)(void))(uintptr_t)a[0];
-    ggml->cpu_buffer_type = (struct ggml_backend_buffer_type *(*)(void))(uintptr_t)a[1];
-    ggml->buffer_type_name =
-        (const char *(*)(struct ggml_backend_buffer_type *))(uintptr_t)a[2];
-    ggml->buffer_init = (struct ggml_backend_buffer *(*)(
-        struct ggml_backend_buffer_type *, struct ggml_backend_buffer_i, void *,
-        size_t))(uintptr_t)a[3];
-    ggml->tensor_get = (void (*)(const struct ggml_tensor *, void *, size_t,
-                                 size_t))(uintptr_t)a[4];
-    return true;
-}
-
-/* Return an array for the items of a tuple, zeroed, and their number; NULL: exception. */
-static void *
-allocate(PyObject *tuple, size_t item_bytes, Py_ssize_t *n)
-{
-    *n = PyTuple_Size(tuple);
-    if (*n < 0) {
-        return NULL;
-    }
-    void *items = PyMem_Calloc((size_t)*n + 1, item_bytes);
-    return items != NULL ? items : PyErr_NoMemory();
-}
-
-static bool
-parse_paths(struct arguments *arguments, PyObject *paths)
-{
-    arguments->paths = allocate(paths, sizeof *arguments->paths, &arguments->n_paths);
-    for (Py_ssize_t i = 0; arguments->paths != NULL && i < arguments->n_paths; i++) {
-        arguments->paths[i] = PyBytes_AsString(PyTuple_GetItem(paths, i));
-        if (arguments->paths[i] == NULL) {
-            return false;
-        }
-    }
-    return arguments->paths != NULL;
-}
-
-static bool
-parse_extents(struct arguments *arguments, PyObject *extents, PyObject *header)
-{
-    arguments->extents =
-        allocate(extents, sizeof *arguments->extents, &arguments->n_extents);
-    for (Py_ssize_t i = 0; arguments->extents != NULL && i < arguments->n_extents; i++) {
-        struct vfile_extent *e = &arguments->extents[i];
-        unsigned long long start, len, offset;
-        int kind;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(extents, i), "KKiIK", &start, &len, &kind,
-                              &e->file, &offset)) {
-            return false;
-        }
-        *e = (struct vfile_extent){
-            .start = start, .len = len, .kind = (enum vfile_kind)kind, .file = e->file,
-            .offset = offset};
-        bool is_valid = kind == VFILE_MEMORY
-                            ? len <= (unsigned long long)PyBytes_Size(header)
-                            : (kind == VFILE_FILE || kind == VFILE_STREAMED)
-                                  && e->file < (unsigned)arguments->n_paths;
-        if (!is_valid) {
-            PyErr_Format(PyExc_ValueError, "extent %zd has no such memory or file", i);
-            return false;
-        }
-        e->data = PyBytes_AsString(header);
-    }
-    return arguments->extents != NULL;
-}
-
-static bool
-parse_weights(struct arguments *arguments, PyObject *weights)
-{
-    arguments->weights =
-        allocate(weights, sizeof *arguments->weights, &arguments->n_weights);
-    for (Py_ssize_t i = 0; arguments->weights != NULL && i < arguments->n_weights; i++) {
-        struct stream_weight *w = &arguments->weights[i];
-        const char *name;
-        unsigned long long offset, len;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(weights, i), "yIKKiII", &name, &w->file,
-                              &offset, &len, &w->block, &w->n_experts, &w->pool)) {
-            return false;
-        }
-        if (strlen(name) >= sizeof w->name || w->file >= (unsigned)arguments->n_paths
-            || (w->block >= 0 && w->pool >= (unsigned)arguments->n_pools)) {
-            PyErr_Format(PyExc_ValueError, "weight %zd has no such file, pool or name", i);
-            return false;
-        }
-        strcpy(w->name, name);
-        w->offset = offset;
-        w->len = len;
-    }
-    return arguments->weights != NULL;
-}
-
-static bool
-parse_pools(struct arguments *arguments, PyObject *pool_records)
-{
-    arguments->pool_records =
-        allocate(pool_records, sizeof *arguments->pool_records, &arguments->n_pools);
-    for (Py_ssize_t i = 0; arguments->pool_records != NULL && i < arguments->n_pools; i++) {
-        arguments->pool_records[i] = PyLong_AsSize_t(PyTuple_GetItem(pool_records, i));
-    }
-    return arguments->pool_records != NULL && !PyErr_Occurred();
-}
 
 /* Raise the OSError of -error about a file, or about none. */
 static void
@@ -191,10 +62,9 @@ stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     self->paths = Py_NewRef(paths);
     self->header = Py_NewRef(header);
-    struct arguments a = {0};
-    bool is_open = parse_functions(&a.ggml, functions) && parse_paths(&a, paths)
-                   && parse_pools(&a, pool_records) && parse_extents(&a, extents, header)
-                   && parse_weights(&a, weights);
+    struct stream_arguments a = {0};
+    bool is_open = stream_arguments_parse(&a, functions, paths, header, extents, weights,
+                                          pool_records);
     if (is_open) {
         struct stream_config config = {
             .ggml = &a.ggml, .paths = a.paths, .n_files = (unsigned)a.n_paths,
@@ -207,7 +77,7 @@ stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         };
         is_open = open_stream(self, &config);
     }
-    free_arguments(&a);
+    stream_arguments_free(&a);
     if (!is_open) {
         Py_CLEAR(self);
     }
@@ -308,6 +178,47 @@ stream_stats_method(PyObject *op, PyObject *Py_UNUSED(ignored))
 }
 
 static PyObject *
+stream_uses_method(PyObject *op, PyObject *Py_UNUSED(ignored))
+{
+    struct stream_object *self = (struct stream_object *)op;
+    if (!check_open(self)) {
+        return NULL;
+    }
+    size_t n = stream_n_experts(self->stream);
+    PyObject *result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(n * sizeof(uint32_t)));
+    if (result != NULL) {
+        stream_get_uses(self->stream, (uint32_t *)(void *)PyBytes_AsString(result));
+    }
+    return result;
+}
+
+static PyObject *
+stream_fill_method(PyObject *op, PyObject *experts)
+{
+    struct stream_object *self = (struct stream_object *)op;
+    if (!check_open(self) || !PyTuple_Check(experts)) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_TypeError, "experts must be a tuple");
+        }
+        return NULL;
+    }
+    uint32_t numbers[STREAM_MAX_FILL];
+    size_t n = 0;
+    for (; n < STREAM_MAX_FILL && (Py_ssize_t)n < PyTuple_Size(experts); n++) {
+        unsigned long number = PyLong_AsUnsignedLong(PyTuple_GetItem(experts, (Py_ssize_t)n));
+        if (PyErr_Occurred()) {
+            return NULL;
+        }
+        numbers[n] = number > UINT32_MAX ? UINT32_MAX : (uint32_t)number;
+    }
+    size_t n_read;
+    Py_BEGIN_ALLOW_THREADS
+    n_read = stream_fill(self->stream, numbers, n);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromSize_t(n_read);
+}
+
+static PyObject *
 stream_close_method(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
     struct stream_object *self = (struct stream_object *)op;
@@ -385,6 +296,14 @@ static PyMethodDef stream_methods[] = {
      "A fault is (errno, path or None, offset, length, node, weight)."},
     {"stats", stream_stats_method, METH_NOARGS,
      "stats($self, /)\n--\n\nReturn what happened since the stream was opened."},
+    {"uses", stream_uses_method, METH_NOARGS,
+     "uses($self, /)\n--\n\n"
+     "Return how many passes used each routed expert, uint32 block by block in the order of\n"
+     "pools; from any thread."},
+    {"fill", stream_fill_method, METH_O,
+     "fill($self, experts, /)\n--\n\n"
+     "Read experts, numbers in the order of uses, 64 at most, into records that are free.\n\n"
+     "Between passes. Returns how many were read."},
     {"close", stream_close_method, METH_NOARGS,
      "close($self, /)\n--\n\nFree all; contexts and model must be freed before."},
     {0},

@@ -34,16 +34,17 @@ allocate_tables(struct pool *pool)
     if (n_keys == 0 || n_keys > INT32_MAX) {
         return -EINVAL;
     }
+    pool->n_keys = n_keys;
     pool->record_of = malloc(n_keys * sizeof *pool->record_of);
+    pool->uses = calloc(n_keys, sizeof *pool->uses);
     pool->records = calloc(pool->n_records, sizeof *pool->records);
     pool->absent = calloc(pool->n_records, sizeof *pool->absent);
     pool->taken = calloc(pool->n_records, sizeof *pool->taken);
     pool->guesses = calloc(pool->n_records, sizeof *pool->guesses);
     pool->late = calloc(pool->n_records, sizeof *pool->late);
     pool->issued = calloc(pool->n_records * POOL_MAX_PARTS, sizeof(struct readers_batch *));
-    if (pool->record_of == NULL || pool->records == NULL || pool->absent == NULL
-        || pool->taken == NULL
-        || pool->guesses == NULL || pool->late == NULL || pool->issued == NULL) {
+    if (pool->record_of == NULL || pool->uses == NULL || pool->records == NULL
+        || pool->absent == NULL || pool->taken == NULL || pool->guesses == NULL || pool->late == NULL || pool->issued == NULL) {
         return -ENOMEM;
     }
     for (size_t key = 0; key < n_keys; key++) {
@@ -148,6 +149,7 @@ pool_destroy(struct pool *pool)
     free(pool->taken);
     free(pool->absent);
     free(pool->records);
+    free(pool->uses);
     free(pool->record_of);
     free(pool->first_key);
     free(pool->layers);
@@ -178,6 +180,7 @@ take(struct pool *pool, int32_t i)
 {
     pool->records[i].is_taken = true;
     pool->records[i].used_at = pool->n_takes;
+    pool->uses[pool->records[i].key]++;
     pool->taken[pool->n_taken++] = i;
     policy_use(pool->policy, i);
 }

@@ -82,6 +82,17 @@ bool pool_is_ready(struct pool *pool, unsigned part);
 /* Give back what was taken, after its last use or when the step is given up. */
 void pool_release(struct pool *pool);
 
+/* Return the experts of all layers together; they are numbered in this order below. */
+size_t pool_n_experts(const struct pool *pool);
+
+/* Put into uses[0..pool_n_experts) how many steps have used each expert. */
+void pool_get_uses(const struct pool *pool, uint32_t *uses);
+
+/* Read experts[0..n), numbers from above, into records that are absent, and wait; between
+ * steps. They count as not used yet. Returns how many were read: less than n if they were
+ * here already, no record is absent, or a read failed, which concerns nobody yet. */
+size_t pool_fill(struct pool *pool, const uint32_t *experts, size_t n);
+
 /* Return where the part of record 0 lies for a layer; those of the others follow at
  * multiples of pool_stride. */
 void *pool_data(const struct pool *pool, unsigned layer, unsigned part);

@@ -29,7 +29,9 @@ struct pool {
     unsigned n_layers;
     struct pool_layer *layers;
     uint32_t *first_key;       /* of each layer */
+    size_t n_keys;             /* experts of all layers */
     int32_t *record_of;        /* by key; NO_RECORD: absent */
+    uint32_t *uses;            /* by key: steps that used the expert */
     size_t n_records;
     struct record *records;
     int32_t *absent;           /* records that are */

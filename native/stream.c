@@ -282,6 +282,47 @@ stream_finish(struct stream *stream)
     return callback_finish(&stream->callback);
 }
 
+size_t
+stream_n_experts(const struct stream *stream)
+{
+    size_t n = 0;
+    for (unsigned i = 0; i < stream->n_pools; i++) {
+        n += stream->pools[i] == NULL ? 0 : pool_n_experts(stream->pools[i]);
+    }
+    return n;
+}
+
+void
+stream_get_uses(const struct stream *stream, uint32_t *uses)
+{
+    for (unsigned i = 0; i < stream->n_pools; i++) {
+        if (stream->pools[i] != NULL) {
+            pool_get_uses(stream->pools[i], uses);
+            uses += pool_n_experts(stream->pools[i]);
+        }
+    }
+}
+
+size_t
+stream_fill(struct stream *stream, const uint32_t *experts, size_t n)
+{
+    size_t n_read = 0;
+    uint32_t first = 0;
+    for (unsigned k = 0; k < stream->n_pools && stream->pools[k] != NULL; k++) {
+        uint32_t n_experts = (uint32_t)pool_n_experts(stream->pools[k]);
+        uint32_t in_pool[STREAM_MAX_FILL];
+        size_t n_in_pool = 0;
+        for (size_t i = 0; i < n && i < STREAM_MAX_FILL; i++) {
+            if (experts[i] - first < n_experts) {
+                in_pool[n_in_pool++] = experts[i] - first;
+            }
+        }
+        n_read += pool_fill(stream->pools[k], in_pool, n_in_pool);
+        first += n_experts;
+    }
+    return n_read;
+}
+
 struct stream_stats
 stream_get_stats(const struct stream *stream)
 {

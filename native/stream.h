@@ -84,6 +84,19 @@ struct callback *stream_callback(struct stream *stream);
 /* End a pass; see callback_finish. */
 struct callback_fault stream_finish(struct stream *stream);
 
+/* Return the routed experts of all blocks, numbered block by block in the order of pools;
+ * 0 before stream_start. */
+size_t stream_n_experts(const struct stream *stream);
+
+/* Put into uses[0..stream_n_experts) how many passes have used each expert. */
+void stream_get_uses(const struct stream *stream, uint32_t *uses);
+
+#define STREAM_MAX_FILL 64u
+
+/* Read experts[0..n), numbers from above, STREAM_MAX_FILL at most, into records that are
+ * free; between passes. Returns how many were read; see pool_fill. */
+size_t stream_fill(struct stream *stream, const uint32_t *experts, size_t n);
+
 /* Return what happened since the stream was opened; from any thread. */
 struct stream_stats stream_get_stats(const struct stream *stream);
 

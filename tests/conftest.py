@@ -14,6 +14,12 @@ import tiny_models
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep what headrace learns in tests out of the user's cache folder; children inherit it."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """SmolLM2-135M-Instruct, a small model that speaks ChatML."""

@@ -104,6 +104,47 @@ test_records_hold_the_experts_asked_for(size_t slice_bytes, enum policy_kind pol
 }
 
 static void
+test_free_records_are_filled_with_what_was_used_most(void)
+{
+    struct pool_layer layers[N_LAYERS];
+    describe(layers, 8192);
+    struct pool *pool = create(layers, POLICY_LRU, 5);
+    uint32_t uses[N_LAYERS * N_EXPERTS];
+    CHECK(pool_n_experts(pool) == N_LAYERS * N_EXPERTS);
+    /* Expert 2 of layer 1 twice; one is no expert; there is no room for the last ones. */
+    const uint32_t wanted[] = {N_EXPERTS + 2, 3, N_EXPERTS + 2, UINT32_MAX, 4, 5, 6, 7};
+    CHECK(pool_fill(pool, wanted, sizeof wanted / sizeof *wanted) == 5);
+    CHECK(pool_fill(pool, wanted, 3) == 0);
+    int32_t experts[] = {2, 2}, records[2];
+    CHECK(pool_take(pool, 1, experts, 2, records) == 0);
+    check_bytes(pool, layers, 1, experts, records, 2);
+    const struct pool_stats *stats = pool_get_stats(pool);
+    CHECK(atomic_load(&stats->n_hits) == 1 && atomic_load(&stats->n_misses) == 0);
+    pool_get_uses(pool, uses);
+    for (uint32_t i = 0; i < N_LAYERS * N_EXPERTS; i++) {
+        CHECK(uses[i] == (i == N_EXPERTS + 2));
+    }
+    pool_destroy(pool);
+}
+
+static void
+test_a_fill_that_fails_leaves_its_record_free(void)
+{
+    struct pool_layer layers[N_LAYERS];
+    describe(layers, 8192);
+    struct pool *pool = create(layers, POLICY_LRU, 5);
+    bad = (off_t)(layers[0].parts[0].offset + 3 * 8192);
+    const uint32_t wanted[] = {3, 5};
+    CHECK(pool_fill(pool, wanted, 2) == 1);
+    bad = 0;
+    CHECK(pool_fill(pool, wanted, 2) == 1);
+    int32_t experts[] = {3, 5}, records[2];
+    CHECK(pool_take(pool, 0, experts, 2, records) == 0);
+    check_bytes(pool, layers, 0, experts, records, 2);
+    pool_destroy(pool);
+}
+
+static void
 test_what_does_not_fit_is_refused_and_leaves_the_pool_usable(void)
 {
     struct pool_layer layers[N_LAYERS];
@@ -231,6 +272,8 @@ main(void)
                                                 n_records[i / 9]);
     }
     test_what_does_not_fit_is_refused_and_leaves_the_pool_usable();
+    test_free_records_are_filled_with_what_was_used_most();
+    test_a_fill_that_fails_leaves_its_record_free();
     test_guesses_are_used_and_wrong_ones_are_in_nobodys_way();
     test_a_step_given_up_while_it_is_read_leaves_the_pool_usable();
     for (unsigned part = 0; part < N_PARTS; part++) {
