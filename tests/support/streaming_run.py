@@ -86,7 +86,7 @@ def main() -> None:
         decode(context, batch, tokens[:n_prompt], 0)
     prompt_s = time.perf_counter() - started
     before = model.stream.stats() if model.stream else None
-    usage = resource.getrusage(resource.RUSAGE_SELF)
+    usage, io_cpu_s = resource.getrusage(resource.RUSAGE_SELF), io_threads_cpu_s()
     started = time.perf_counter()
     decode(context, batch, tokens[n_prompt:], n_prompt)
     decode_s = time.perf_counter() - started
@@ -104,7 +104,16 @@ def main() -> None:
     }
     if before is not None and model.stream is not None:
         result |= stream_figures(before, model.stream.stats(), decode_s)
+        gb_read = (model.stream.stats().bytes_read - before.bytes_read) / 1e9
+        result["io_cpu_s_per_gb"] = round((io_threads_cpu_s() - io_cpu_s) / max(gb_read, 1e-9), 4)
     print(json.dumps(result), flush=True)
+
+
+def io_threads_cpu_s() -> float:
+    """Return the CPU time that the threads which read weights have had so far."""
+    tasks = Path("/proc/self/task").iterdir()
+    readers = [t for t in tasks if (t / "comm").read_text().strip() == "headrace-reader"]
+    return sum(int((t / "schedstat").read_text().split()[0]) for t in readers) / 1e9
 
 
 def stream_figures(
