@@ -19,7 +19,11 @@ from gguf.constants import LlamaFileType
 
 from headrace.engine.errors import InvalidRequest, ModelUnusable
 from headrace.engine.gguf import Array, Header, Tensor, check_runnable, read_model
-from headrace.engine.template import template_supports_thinking, template_supports_tools
+from headrace.engine.template import (
+    JinjaTemplate,
+    template_supports_thinking,
+    template_supports_tools,
+)
 
 DEFAULT_HOST = "registry.ollama.ai"
 DEFAULT_NAMESPACE = "library"
@@ -214,6 +218,25 @@ class Library:
             model = Model.open(model.path, self._template)
             self._models[name.key] = model
         return model
+
+
+def read_template(path: str) -> str | None:
+    """Return the text of the chat template file at path, which replaces models' own; "" has none.
+
+    Raises:
+        ModelUnusable: the file can't be read as text, or is no template.
+    """
+    if not path:
+        return None
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelUnusable(f"{path}: can't be read: {str(error.strerror).lower()}") from error
+    except UnicodeDecodeError as error:
+        raise ModelUnusable(f"{path}: is not UTF-8 text, expected a Jinja template") from error
+    if fault := JinjaTemplate(text).fault:
+        raise ModelUnusable(f"{path}: {fault}")
+    return text
 
 
 def format_parameter_count(n: int) -> str:

@@ -15,18 +15,16 @@ import socket
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import uvloop
 
 from headrace.config import Loaded, Settings, SettingsError, load
 from headrace.config.settings import describe
-from headrace.engine.errors import EngineError, ModelUnusable
+from headrace.engine.errors import EngineError
 from headrace.engine.hardware import this_machine
-from headrace.engine.library import Library
+from headrace.engine.library import Library, read_template
 from headrace.engine.openmp import installed_environment
 from headrace.engine.placement import plan_load
-from headrace.engine.template import JinjaTemplate
 from headrace.server import app, log
 from headrace.server.models import Models
 
@@ -85,7 +83,7 @@ def _serve(arguments: Sequence[str]) -> int:
         raise SettingsError("no model is given, expected the path of a GGUF file")
     is_coloured = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     log.configure(loaded.settings.log_level, is_coloured=is_coloured)
-    library = Library(loaded.models, _template(loaded.settings.chat_template_file))
+    library = Library(loaded.models, read_template(loaded.settings.chat_template_file))
     try:
         listener = _listen(loaded.settings.host, loaded.settings.port)
     except OSError as error:
@@ -102,25 +100,6 @@ async def _run(loaded: Loaded, library: Library, listener: socket.socket) -> Eng
     url = app.url_of(listener)
     logger.info("headrace %s listens on %s and loads %s", _version(), url, first.name)
     return await app.serve(loaded.settings, models, listener, first)
-
-
-def _template(path: str) -> str | None:
-    """Return the text of the chat template that replaces the models' own, or None.
-
-    Raises:
-        ModelUnusable: the file can't be read as text, or is no template.
-    """
-    if not path:
-        return None
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ModelUnusable(f"{path}: can't be read: {_reason(error).lower()}") from error
-    except UnicodeDecodeError as error:
-        raise ModelUnusable(f"{path}: is not UTF-8 text, expected a Jinja template") from error
-    if fault := JinjaTemplate(text).fault:
-        raise ModelUnusable(f"{path}: {fault}")
-    return text
 
 
 def _derived(settings: Settings) -> str:
