@@ -370,7 +370,8 @@ class Engine:
         sampler = sequence.sampler
         assert isinstance(sampler, Sampler)
         token = sampler.sample(self._context, i)
-        if self.vocab.ends_generation(token):
+        goes_on = sequence.request.ignores_end
+        if self.vocab.ends_generation(token) and not goes_on:
             self._finish(sequence, "stop")
             return
         n_top = sequence.request.n_top_logprobs
@@ -386,7 +387,9 @@ class Engine:
             self._events.append(Token(uid=sequence.uid, text=text, logprobs=logprobs))
         if sequence.detokenizer.is_stopped:
             self._finish(sequence, "stop")
-        elif sequence.n_generated >= sequence.n_predict or sequence.repeats(piece):
+        elif sequence.n_generated >= sequence.n_predict:
+            self._finish(sequence, "length")
+        elif not goes_on and sequence.repeats(piece):
             self._finish(sequence, "length")
         elif len(sequence.tokens) >= self.n_ctx:
             self._make_room(sequence)

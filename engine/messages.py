@@ -88,6 +88,8 @@ class Generate(Message, frozen=True, kw_only=True):
     """Whether Done carries the tokens of prompt and answer."""
     n_top_logprobs: int = -1
     """-1: no logprobs; else the alternatives wanted for each token, 0 to 20."""
+    ignores_end: bool = False
+    """Whether n_predict tokens are generated whatever they are: a measurement's length is fixed."""
 
 
 class Count(Message, frozen=True, kw_only=True):

@@ -248,12 +248,21 @@ def test_the_end_of_the_models_turn_ends_the_answer(open_engine: Open) -> None:
     assert "<|im_end|>" not in answer.text
 
 
+RUNAWAY = {"frequency_penalty": -5.0, "repeat_last_n": -1}
+
+
 def test_a_model_that_repeats_itself_is_stopped(open_engine: Open) -> None:
-    runaway = {"frequency_penalty": -5.0, "repeat_last_n": -1}
-    answer = open_engine("tiny_llama").ask(tiny_models.prompt(9), n_predict=500, **runaway)
+    answer = open_engine("tiny_llama").ask(tiny_models.prompt(9), n_predict=500, **RUNAWAY)
     assert (answer.reason, len(answer.text) < 200) == ("length", True)
     *_, before, last = re.findall(r"((.)\2*)", answer.text)
     assert (before[1] != last[1], len(last[0])) == (True, MAX_SAME_PIECES + 1)
+
+
+def test_a_measurement_has_its_length_whatever_is_generated(open_engine: Open) -> None:
+    fixed = {"n_predict": 200, "ignores_end": True}
+    ended = open_engine("smollm2").ask(chat("Say yes."), **fixed)
+    repeated = open_engine("tiny_llama").ask(tiny_models.prompt(9), **fixed, **RUNAWAY)
+    assert ended.timings.n_generated == repeated.timings.n_generated == 200
 
 
 # ---- text ----
