@@ -24,6 +24,7 @@ from headrace.server.prompts import (
     count,
     render,
     text_of,
+    without_oldest,
 )
 from headrace.server.records import Records
 from headrace.server.schemas import ChatBody, ChatMessage, decode
@@ -88,8 +89,7 @@ class Conversation:
 
     async def render(self, loaded: LoadedModel, n_dropped: int) -> Prompt:
         """Return the prompt without the first n_dropped messages, but with all system messages."""
-        system = [message for message in self._messages[:n_dropped] if _is_system(message)]
-        kept = [*system, *self._messages[n_dropped:]]
+        kept = without_oldest(self._messages, n_dropped)
         return await render(loaded, kept, self._tools, self._think)
 
     async def _submit(self, loaded: LoadedModel, n_dropped: int) -> Stream:
@@ -116,7 +116,3 @@ def _plain(message: ChatMessage) -> Message:
     """Return message as a template sees it: only what was given, and content always."""
     fields: dict[str, object] = to_builtins(message)
     return fields | {"role": (message.role or "").lower(), "content": message.content or ""}
-
-
-def _is_system(message: Message) -> bool:
-    return message["role"] == "system"

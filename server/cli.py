@@ -1,6 +1,6 @@
 """The console scripts: `headrace` with its commands, and `serve`, which is `headrace serve`.
 
-Comes in a command line, goes out an exit status: 0 is fine, 1 is "can't serve", 2 is a wrong
+Comes in a command line, goes out an exit status: 0 is fine, 1 is "can't be done", 2 is a wrong
 command line. Errors that a user can cause are one line on stderr.
 """
 
@@ -32,11 +32,13 @@ logger = logging.getLogger(__name__)
 
 USAGE = """\
 usage: headrace serve MODEL.gguf ... [--FLAG VALUE ...]
-       headrace serve --help       all flags
+       headrace run MODEL.gguf [--prompt TEXT] [--FLAG VALUE ...]
+       headrace COMMAND --help     all flags of a command
        headrace checksum FILE ...  SHA-256 of model files
        headrace --version
 """
-OK, CANT_SERVE, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 128 + signal.SIGINT
+OK, CANT_SERVE, WRONG_USAGE = 0, 1, 2
+INTERRUPTED, BROKEN_PIPE = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 BACKLOG = 2048
 
 
@@ -46,8 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         match list(sys.argv[1:] if argv is None else argv):
             case ["serve", *arguments]:
                 return _serve(arguments)
+            # Imported when asked for: they bring the engine's far side into this process.
+            case ["run", *arguments]:
+                from headrace.server.commands import run
+
+                return run.main(arguments, os.environ)
             case ["checksum", *arguments]:
-                # Imported when asked for: it brings the engine's far side into this process.
                 from headrace.server import checksum
 
                 return checksum.main(arguments)
@@ -66,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(error, CANT_SERVE)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:
+        # Who read our output has left: what is still buffered must not be tried again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
 
 
 def serve() -> int:

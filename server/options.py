@@ -12,6 +12,7 @@ Knows nothing of the loaded model: the engine lowers num_ctx to what the model w
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -100,6 +101,18 @@ def parse(options: Mapping[str, object]) -> Options:
         n_ctx=int(numbers.get("num_ctx", 0)),
         stop=_stop(given.get("stop")),
     )
+
+
+def number(text: str) -> int | float:
+    """Return the number that text spells, as JSON would have it.
+
+    Raises:
+        ValueError: text is no number, or one that JSON has not.
+    """
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text!r} is not a finite number")
+    return int(value) if value.is_integer() else value
 
 
 def _seed(seed: float) -> int:

@@ -33,6 +33,12 @@ async def render(
     return await asyncio.to_thread(loaded.template.render, messages, tools, think)
 
 
+def without_oldest(messages: Sequence[Message], n_dropped: int) -> list[Message]:
+    """Return messages without the first n_dropped, but with all system messages."""
+    system = [message for message in messages[:n_dropped] if message["role"] == "system"]
+    return [*system, *messages[n_dropped:]]
+
+
 def command(body: AnswerBody, options: Options, uid: int, prompt: Prompt) -> Generate:
     """Return what the engine is told, as far as both endpoints say it alike."""
     return Generate(

@@ -51,6 +51,26 @@ def test_wrong_command_line_is_2_with_nothing_on_stdout(
     assert output.err
 
 
+@pytest.mark.parametrize(
+    ("command", "flags", "named"),
+    [
+        ("run", [], "MODEL"),
+        ("run", ["a.gguf", "--nosuch"], "--nosuch"),
+        ("run", ["a.gguf", "--top-k", "many"], "--top-k"),
+        ("run", ["a.gguf", "--temperature", "nan"], "--temperature"),
+        ("run", ["a.gguf", "--memory", "much"], "memory"),
+        ("run", ["a.gguf", "--port", "80"], "--port"),
+    ],
+)
+def test_wrong_flag_of_a_command_is_one_line_and_2(
+    command: str, flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, *flags]) == 2
+    output = capsys.readouterr()
+    [line] = output.err.splitlines()
+    assert (output.out, named in line) == ("", True)
+
+
 def test_effective_settings_are_shown_with_their_sources(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -58,13 +78,21 @@ def test_effective_settings_are_shown_with_their_sources(
     assert "port = 99 (flag)" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", [["serve"], ["run", "--prompt", "hi"]])
 def test_model_that_is_missing_is_one_line_and_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "no.gguf"
-    assert main(["serve", str(path)]) == 1
+    assert main([*command, str(path)]) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"headrace: error: {path}")
+
+
+def test_empty_prompt_is_one_line_and_1(
+    tiny_gguf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(tiny_gguf), "--prompt", " \n"]) == 1
+    assert capsys.readouterr().err == "headrace: error: the prompt is empty\n"
 
 
 def test_port_that_is_taken_is_one_line_and_1(

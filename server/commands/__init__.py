@@ -1,0 +1,1 @@
+"""Commands that are a process of their own; cli.py imports one when it is asked for."""
