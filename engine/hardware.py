@@ -124,7 +124,7 @@ def available_memory_bytes(root: Path) -> int:
     available_kib = _keyed(path, "MemAvailable:")
     if available_kib is None:
         raise EngineError(f"{path} has no MemAvailable, expected one as in Linux 3.14 or later")
-    is_v2, levels = _cgroup_levels(root, "memory")
+    is_v2, levels = cgroup_levels(root, "memory")
     free = [_cgroup_free_bytes(level, is_v2) for level in levels]
     return max(0, min([available_kib * 1024, *(n for n in free if n is not None)]))
 
@@ -166,7 +166,7 @@ def _quota_cpus(root: Path) -> float | None:
     Source: Linux, Documentation/admin-guide/cgroup-v2.rst, cpu.max, and
     Documentation/scheduler/sched-bwc.rst.
     """
-    is_v2, levels = _cgroup_levels(root, "cpu")
+    is_v2, levels = cgroup_levels(root, "cpu")
     quotas = []
     for level in levels:
         if is_v2:
@@ -197,7 +197,7 @@ def _cgroup_free_bytes(level: Path, is_v2: bool) -> int | None:
     return limit - max(0, used - (_keyed(level / "memory.stat", inactive) or 0))
 
 
-def _cgroup_levels(root: Path, controller: str) -> tuple[bool, list[Path]]:
+def cgroup_levels(root: Path, controller: str) -> tuple[bool, list[Path]]:
     """Return whether controller is in cgroup v2, and the folders of our cgroup and its ancestors.
 
     In a container the path may be the host's, while its own cgroup is mounted as the root: the

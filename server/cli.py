@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 USAGE = """\
 usage: headrace serve MODEL.gguf ... [--FLAG VALUE ...]
        headrace run MODEL.gguf [--prompt TEXT] [--FLAG VALUE ...]
+       headrace bench MODEL.gguf [--baseline] [--FLAG VALUE ...]
        headrace COMMAND --help     all flags of a command
        headrace checksum FILE ...  SHA-256 of model files
        headrace --version
@@ -53,6 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 from headrace.server.commands import run
 
                 return run.main(arguments, os.environ)
+            case ["bench", *arguments]:
+                from headrace.server.commands import bench
+
+                return bench.main(arguments, os.environ)
             case ["checksum", *arguments]:
                 from headrace.server import checksum
 

@@ -60,6 +60,9 @@ def test_wrong_command_line_is_2_with_nothing_on_stdout(
         ("run", ["a.gguf", "--temperature", "nan"], "--temperature"),
         ("run", ["a.gguf", "--memory", "much"], "memory"),
         ("run", ["a.gguf", "--port", "80"], "--port"),
+        ("bench", [], "MODEL"),
+        ("bench", ["a.gguf", "-r", "0"], "-r"),
+        ("bench", ["a.gguf", "--mode", "fast"], "mode"),
     ],
 )
 def test_wrong_flag_of_a_command_is_one_line_and_2(
@@ -78,7 +81,7 @@ def test_effective_settings_are_shown_with_their_sources(
     assert "port = 99 (flag)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [["serve"], ["run", "--prompt", "hi"]])
+@pytest.mark.parametrize("command", [["serve"], ["run", "--prompt", "hi"], ["bench"]])
 def test_model_that_is_missing_is_one_line_and_1(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
