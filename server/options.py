@@ -111,7 +111,7 @@ def number(text: str) -> int | float:
     """
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text!r} is not a finite number")
+        raise ValueError(f"could not take {text!r}, expected a finite number")
     return int(value) if value.is_integer() else value
 
 

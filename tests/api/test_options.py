@@ -8,7 +8,7 @@ import pytest
 
 from headrace.engine.errors import InvalidRequest
 from headrace.engine.messages import SamplingParams
-from headrace.server.options import INT32_MAX, Options, parse
+from headrace.server.options import INT32_MAX, Options, number, parse
 
 
 def test_no_options_are_the_defaults() -> None:
@@ -118,3 +118,14 @@ def test_seed_wraps_at_32_bits_and_negative_is_random(given: float, seed: int) -
 def test_bare_stop_string_counts_as_a_list_and_empty_ones_go() -> None:
     assert parse({"stop": "x"}).stop == ("x",)
     assert parse({"stop": ["", "x"]}).stop == ("x",)
+
+
+@pytest.mark.parametrize(("text", "value"), [("3", 3), ("-1", -1), ("0.5", 0.5), ("2.0", 2)])
+def test_number_is_read_from_text(text: str, value: float) -> None:
+    assert number(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "x", "1,5", "nan", "inf", "-Infinity"])
+def test_text_that_is_no_number_of_json_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="could not"):
+        number(text)
