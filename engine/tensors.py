@@ -13,6 +13,7 @@ from headrace.engine.gguf import Array, Header, Tensor
 
 # llama-arch.cpp. Shared experts (_shexp) and all biases and scales belong to the trunk.
 _FFN = re.compile(r"blk\.([0-9]+)\.ffn_(gate_up|gate|up|down)(_exps)?\.weight")
+_BLOCK = re.compile(r"blk\.([0-9]+)\.")
 # In the order in which a graph uses them: llama-graph.cpp, build_ffn and build_moe_ffn.
 _ORDER = {"gate_up": 0, "gate": 0, "up": 1, "down": 2}
 
@@ -56,6 +57,11 @@ class TensorTable:
     experts: tuple[ExpertBlock, ...]
     n_used: int
     """Experts that one token uses in a block; 0 without experts."""
+
+    @property
+    def n_blocks(self) -> int:
+        """Each has a norm in the trunk, at least."""
+        return len({match[1] for tensor in self.trunk if (match := _BLOCK.match(tensor.name))})
 
     @property
     def pools(self) -> tuple[tuple[ExpertBlock, ...], ...]:
