@@ -35,6 +35,7 @@ usage: headrace serve MODEL.gguf ... [--FLAG VALUE ...]
        headrace run MODEL.gguf [--prompt TEXT] [--FLAG VALUE ...]
        headrace bench MODEL.gguf [--baseline] [--FLAG VALUE ...]
        headrace COMMAND --help     all flags of a command
+       headrace inspect MODEL.gguf [--tensors] [--json] [--FLAG VALUE ...]
        headrace checksum FILE ...  SHA-256 of model files
        headrace --version
 """
@@ -58,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 from headrace.server.commands import bench
 
                 return bench.main(arguments, os.environ)
+            case ["inspect", *arguments]:
+                from headrace.server.commands import inspect
+
+                return inspect.main(arguments, os.environ)
             case ["checksum", *arguments]:
                 from headrace.server import checksum
 

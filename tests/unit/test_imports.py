@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 NEAR_SIDE = {
     "chat", "client", "errors", "forecast", "gguf", "gguf_source", "hardware", "library",
-    "messages", "openmp", "placement", "profile", "routing", "template", "tensors",
+    "messages", "openmp", "placement", "profile", "profile_cache", "routing", "template", "tensors",
 }  # fmt: skip
 # Commands that are a process of their own; cli.py imports them when they are asked for.
 IN_PROCESS = {ROOT / "server" / "checksum.py", *(ROOT / "server" / "commands").glob("*.py")}
