@@ -63,6 +63,8 @@ class Load(Message, frozen=True, kw_only=True):
     memory_bytes: int = 0
     """Weights, streaming, context and compute buffers together; 0: what the machine has free."""
     mode: Mode = "auto"
+    disk_bytes_per_s: float = 0.0
+    """Of reads in order from the disk that holds the model; 0: not known."""
 
 
 class Generate(Message, frozen=True, kw_only=True):

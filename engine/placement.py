@@ -184,10 +184,7 @@ def plan_weights(
     return result
 
 
-def plan_model(
-    header: Header, table: TensorTable, load: Load, budget_bytes: int,
-    disk_bytes_per_s: float = DISK_BYTES_PER_S,
-) -> WeightsPlan:  # fmt: skip
+def plan_model(header: Header, table: TensorTable, load: Load, budget_bytes: int) -> WeightsPlan:
     """Return where the weights go of a model that is loaded as load says, within budget_bytes.
 
     A context for one sequence is set aside. Where weights have to be streamed all slots have one,
@@ -202,7 +199,7 @@ def plan_model(
     one_bytes = -(-n_ctx // 256) * 256 * kv_bytes_per_cell(header, load.kv_type)
     plan_within = partial(
         plan_weights, header, table, mode=load.mode, n_batch=load.n_batch, n_slots=load.n_slots,
-        disk_bytes_per_s=disk_bytes_per_s,
+        disk_bytes_per_s=load.disk_bytes_per_s or DISK_BYTES_PER_S,
     )  # fmt: skip
     plan = plan_within(budget_bytes=budget_bytes, kv_bytes=one_bytes)
     if plan.mode == "full-resident":

@@ -34,9 +34,9 @@ USAGE = """\
 usage: headrace serve MODEL.gguf ... [--FLAG VALUE ...]
        headrace run MODEL.gguf [--prompt TEXT] [--FLAG VALUE ...]
        headrace bench MODEL.gguf [--baseline] [--FLAG VALUE ...]
-       headrace COMMAND --help     all flags of a command
        headrace inspect MODEL.gguf [--tensors] [--json] [--FLAG VALUE ...]
        headrace checksum FILE ...  SHA-256 of model files
+       headrace COMMAND --help     all flags of a command
        headrace --version
 """
 OK, CANT_SERVE, WRONG_USAGE = 0, 1, 2

@@ -70,11 +70,11 @@ def machine(disk_bytes_per_s: float) -> tuple[Profile, DiskProfile]:
     return Profile("golden", 8, 60e9, _KERNELS, (), (disk,)), disk
 
 
-def load(header: Header) -> Load:
+def load(header: Header, disk_bytes_per_s: float) -> Load:
     """Return how a model is loaded there without any setting."""
     return Load(
         path=str(header.path), name="", n_ctx=N_CTX, n_slots=DEFAULT_SLOTS, n_batch=N_BATCH,
-        n_threads=8, n_threads_batch=8,
+        n_threads=8, n_threads_batch=8, disk_bytes_per_s=disk_bytes_per_s,
     )  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def predict(
     """
 
     def plan_within(budget_bytes: int) -> WeightsPlan:
-        return plan_model(header, table, load(header), budget_bytes)
+        return plan_model(header, table, load(header, disk_bytes_per_s), budget_bytes)
 
     plan = plan_within(budget_bytes)
     larger = [budget_bytes * (100 + percent) // 100 for percent in MORE_PERCENT]
@@ -122,13 +122,15 @@ def _cells(header: Header, table: TensorTable, ram_gib: int, disk_gb_per_s: floa
         plan, expected = predict(header, table, budget_bytes, disk_gb_per_s * 1e9)
     except DoesNotFit as error:
         return [f"needs {error.needed_bytes / GIB:.1f} GiB"] + [""] * (len(COLUMNS) - 4)
+    asked = load(header, disk_gb_per_s * 1e9)
+    context = plan_model_context(header, asked, plan, budget_bytes, N_CTX)
     n_experts = sum(block.n_experts for pool in plan.expert_blocks for block in pool)
     hit_rate = expected.expert_hit_rate
     return [
         plan.mode,
         f"{plan.resident_bytes / GIB:.1f}",
         f"{plan.stream_bytes / GIB:.1f}",
-        f"{plan_model_context(header, load(header), plan, budget_bytes, N_CTX).n_bytes / GIB:.1f}",
+        f"{context.n_bytes / GIB:.1f}",
         f"{100 * sum(plan.pool_records) / n_experts:.0f}" if n_experts else "",
         "" if hit_rate is None else f"{100 * hit_rate:.0f}",
         f"{expected.read_bytes_per_token / 1e6:.0f}",
