@@ -9,12 +9,7 @@
 #include "pool.h"
 #include "core_test.h"
 
-#include <dlfcn.h>
-#include <errno.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #define N_LAYERS 3u
 #define N_EXPERTS 12u
@@ -22,8 +17,6 @@
 #define N_USED 4u
 #define SIZE ((size_t)6 * 1024 * 1024)
 
-static char path[4096];
-static unsigned char *content;
 static struct source *source;
 
 /* Describe layers whose slices are, or are not, whole blocks. */
@@ -70,7 +63,7 @@ check_bytes(struct pool *pool, const struct pool_layer *layers, unsigned layer,
             const unsigned char *data = pool_data(pool, layer, part);
             data += (size_t)records[i] * pool_stride(pool);
             uint64_t at = p->offset + (uint64_t)experts[i] * p->slice_bytes;
-            CHECK(memcmp(data, content + at, p->slice_bytes) == 0);
+            CHECK(memcmp(data, files[0].content + at, p->slice_bytes) == 0);
         }
     }
 }
@@ -234,7 +227,7 @@ test_a_file_that_changes_is_a_fault(void)
     describe(layers, 8192);
     struct pool *pool = create(layers, POLICY_LRU, 8);
     int32_t experts[] = {1, 2}, records[2];
-    FILE *file = fopen(path, "ab");
+    FILE *file = fopen(files[0].path, "ab");
     CHECK(file != NULL && fputc('x', file) == 'x' && fclose(file) == 0);
     CHECK(pool_take(pool, 0, experts, 2, records) == 0);
     struct fault fault = {0};
@@ -242,27 +235,11 @@ test_a_file_that_changes_is_a_fault(void)
     pool_destroy(pool);
 }
 
-static void
-remove_file(void)
-{
-    (void)unlink(path);
-}
-
 int
 main(void)
 {
-    *(void **)&real_pread = dlsym(RTLD_NEXT, "pread");
-    const char *folder = getenv("TMPDIR");
-    (void)snprintf(path, sizeof path, "%s/pool-XXXXXX", folder != NULL ? folder : "/tmp");
-    int fd = mkstemp(path);
-    CHECK(fd >= 0 && atexit(remove_file) == 0);
-    content = malloc(SIZE);
-    CHECK(content != NULL);
-    for (size_t i = 0; i < SIZE; i++) {
-        content[i] = (unsigned char)next_random(256);
-    }
-    CHECK(write(fd, content, SIZE) == (ssize_t)SIZE && close(fd) == 0);
-    const char *paths[] = {path};
+    make_file(0, SIZE);
+    const char *paths[] = {files[0].path};
     unsigned failed;
     CHECK(source_open(&source, paths, 1, 3, false, &failed) == 0);
     const size_t sizes[] = {8192, 8192 + 96, 4096 * 3 + 2048};
@@ -281,6 +258,5 @@ main(void)
     }
     test_a_file_that_changes_is_a_fault();
     source_close(source);
-    free(content);
     return 0;
 }

@@ -8,18 +8,11 @@
 #include "ring.h"
 #include "core_test.h"
 
-#include <dlfcn.h>
-#include <errno.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #define N_TENSORS 9u
 #define SIZE ((size_t)6 * 1024 * 1024)
 
-static char path[4096];
-static unsigned char *content;
 static struct source *source;
 
 static struct ring *
@@ -42,7 +35,7 @@ check_tensor(struct ring *ring, const struct ring_tensor *tensors, unsigned i)
     void *data;
     struct fault fault = {0};
     CHECK(ring_get(ring, i, &data, &fault) == 0);
-    CHECK(memcmp(data, content + tensors[i].offset, tensors[i].len) == 0);
+    CHECK(memcmp(data, files[0].content + tensors[i].offset, tensors[i].len) == 0);
 }
 
 static void
@@ -113,34 +106,18 @@ test_a_file_that_ends_is_a_fault(void)
     struct ring_tensor tensors[N_TENSORS];
     struct ring *ring = create(tensors, 2);
     check_tensor(ring, tensors, 6);
-    CHECK(truncate(path, (off_t)(tensors[8].offset + 5000)) == 0);
+    CHECK(truncate(files[0].path, (off_t)(tensors[8].offset + 5000)) == 0);
     void *data;
     struct fault fault = {0};
     CHECK(ring_get(ring, 8, &data, &fault) == -ENODATA && fault.error == -ENODATA);
     ring_destroy(ring);
 }
 
-static void
-remove_file(void)
-{
-    (void)unlink(path);
-}
-
 int
 main(void)
 {
-    *(void **)&real_pread = dlsym(RTLD_NEXT, "pread");
-    const char *folder = getenv("TMPDIR");
-    (void)snprintf(path, sizeof path, "%s/ring-XXXXXX", folder != NULL ? folder : "/tmp");
-    int fd = mkstemp(path);
-    CHECK(fd >= 0 && atexit(remove_file) == 0);
-    content = malloc(SIZE);
-    CHECK(content != NULL);
-    for (size_t i = 0; i < SIZE; i++) {
-        content[i] = (unsigned char)next_random(256);
-    }
-    CHECK(write(fd, content, SIZE) == (ssize_t)SIZE && close(fd) == 0);
-    const char *paths[] = {path};
+    make_file(0, SIZE);
+    const char *paths[] = {files[0].path};
     unsigned failed;
     CHECK(source_open(&source, paths, 1, 3, false, &failed) == 0);
     for (unsigned n_slots = RING_MIN_SLOTS; n_slots < 6; n_slots++) {
@@ -151,6 +128,5 @@ main(void)
     test_a_failed_read_is_a_fault_and_is_read_again();
     test_a_file_that_ends_is_a_fault();
     source_close(source);
-    free(content);
     return 0;
 }
