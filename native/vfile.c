@@ -191,8 +191,9 @@ read_cookie(void *cookie, char *buffer, size_t len)
         }
         ssize_t n = read_part(vfile, buffer + done, len - done);
         if (n < 0) {
+            /* The bytes before it are good and passed: who goes on hears of it then. */
             errno = -vfile->fault.error;
-            return -1;
+            return done > 0 ? (ssize_t)done : -1;
         }
         done += (size_t)n;
         vfile->position += (uint64_t)n;
