@@ -4,6 +4,7 @@ PORT ?= 8080
 BIN := .venv/bin
 CORE := $(filter-out native/_%,$(wildcard native/*.c))
 CORE_TESTS := $(filter-out %_shim.c,$(wildcard tests/native/*.c))
+SANITIZED := cc -std=c11 -g -O1 -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror -pthread -Inative
 # A folder's own time changes when a file is added, removed or renamed in it.
 SOURCES := pyproject.toml server engine config native $(wildcard native/*.[ch])
 INSTALL = PYTHONWARNINGS=ignore $(BIN)/pip install -q -e .
@@ -52,10 +53,12 @@ test: dev        ## all tests, on small real models
 	$(BIN)/pytest -q
 
 asan:            ## the C core under the address, undefined-behaviour and thread sanitizers
-	@mkdir -p build/asan
-	@for s in address,undefined thread; do for t in $(CORE_TESTS); do \
-	  cc -std=c11 -g -O1 -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror -pthread \
-	    -fsanitize=$$s -Inative $(CORE) $$t -o build/asan/run || exit 1; \
+	@for s in address,undefined thread; do rm -rf build/asan && mkdir -p build/asan || exit 1; \
+	for c in $(CORE); do \
+	  $(SANITIZED) -fsanitize=$$s -c $$c -o build/asan/$$(basename $$c .c).o || exit 1; \
+	done; \
+	for t in $(CORE_TESTS); do \
+	  $(SANITIZED) -fsanitize=$$s build/asan/*.o $$t -o build/asan/run || exit 1; \
 	  build/asan/run; case $$? in 0) echo "ok $$t ($$s)";; 77) echo "skipped $$t ($$s)";; *) exit 1;; esac; \
 	done; done
 

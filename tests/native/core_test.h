@@ -48,7 +48,7 @@ static struct made_file {
     size_t size;
 } files[MAX_FILES];
 
-static void
+static inline void
 remove_files(void)
 {
     for (unsigned i = 0; i < MAX_FILES && files[i].content != NULL; i++) {
@@ -58,7 +58,7 @@ remove_files(void)
 }
 
 /* Make files[i] of random bytes; they go when the program ends. */
-static void
+static inline void
 make_file(unsigned i, size_t size)
 {
     *(void **)&real_pread = dlsym(RTLD_NEXT, "pread");
