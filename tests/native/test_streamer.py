@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from child import run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -274,17 +275,6 @@ def test_reader_closed_by_its_own_request_reads_nothing(path: Path) -> None:
 
 
 # What fails underneath; faults of a whole process are played in one of their own
-
-
-def run_python(code: str, *args: object, **environ: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)],
-        env={**os.environ, **environ},
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    ).stdout
 
 
 def test_disk_error_names_errno_range_and_file(path: Path, tmp_path: Path) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import streamed
+from child import run_python
 from streamed import Case
 
 from headrace.engine import gguf, llama, placement
@@ -122,15 +122,7 @@ def test_a_failing_read_fails_its_step_and_later_steps_are_right(
 ) -> None:
     shim = tmp_path / "shim.so"
     subprocess.run(["cc", "-shared", "-fPIC", str(SHIM), "-o", str(shim), "-ldl"], check=True)
-    support = str(Path(streamed.__file__).parent)
-    python_path = os.pathsep.join([support, *filter(None, [os.environ.get("PYTHONPATH")])])
-    run = subprocess.run(
-        [sys.executable, "-c", _FAILING_READS, str(path)],
-        env={**os.environ, "LD_PRELOAD": str(shim), "PYTHONPATH": python_path},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    lines = run.stdout.splitlines()
+    lines = run_python(_FAILING_READS, path, LD_PRELOAD=str(shim)).splitlines()
     assert len(lines) >= 6
     for line in lines:
         assert line.startswith(f"{path}: reading "), line
