@@ -54,24 +54,30 @@ read_batch(struct reader *self, struct readers_batch *batch)
     self->n_in_flight--;
 }
 
-/* Raise the OSError of a failed request: errno, what was read, filename. */
+/* Raise the OSError of -error about the reader's file, in words that it owns from now. */
 static void
-raise_failed(struct reader *self, const struct readers_request *request)
+raise_os_error(const struct reader *self, int error, PyObject *text)
 {
-    int error = (int)-request->result;
-    PyObject *text = PyUnicode_FromFormat(
-        "%s, reading %zu bytes at offset %llu", strerror(error), request->len,
-        (unsigned long long)request->offset);
     if (text == NULL) {
         return;
     }
     PyObject *exception =
-        PyObject_CallFunction(PyExc_OSError, "iOO", error, text, self->path);
+        PyObject_CallFunction(PyExc_OSError, "iOO", -error, text, self->path);
     Py_DECREF(text);
     if (exception != NULL) {
         PyErr_SetObject((PyObject *)Py_TYPE(exception), exception);
         Py_DECREF(exception);
     }
+}
+
+static void
+raise_failed(const struct reader *self, const struct readers_request *request)
+{
+    int error = (int)request->result;
+    raise_os_error(self, error,
+                   PyUnicode_FromFormat("%s, reading %zu bytes at offset %llu",
+                                        strerror(-error), request->len,
+                                        (unsigned long long)request->offset));
 }
 
 /* Return whether offset is one, with an exception if not. */
@@ -312,8 +318,9 @@ open_reader(struct reader *self, int n_threads, bool wants_direct)
         errno = -open_error;
         PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, self->path);
     } else if (threads_error != 0) {
-        PyErr_Format(PyExc_RuntimeError, "can't start %d reader threads: %s", n_threads,
-                     strerror(-threads_error));
+        raise_os_error(self, threads_error,
+                       PyUnicode_FromFormat("can't start %d reader threads: %s", n_threads,
+                                            strerror(-threads_error)));
     }
     return open_error == 0 && threads_error == 0;
 }

@@ -312,12 +312,12 @@ def test_threads_that_can_not_start_leave_nothing_behind(path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (in_use + (40 << 20), resource.RLIM_INFINITY))
         try:
             Reader(sys.argv[1], 64)
-        except RuntimeError as error:
-            print(error)
+        except OSError as error:
+            print(error.filename, error.strerror)
         print(count() == before)
     """
     lines = run_python(code, path).splitlines()
-    assert lines[0].startswith("can't start 64 reader threads: ")
+    assert lines[0].startswith(f"{path} can't start 64 reader threads: ")
     assert lines[1] == "True"
 
 
