@@ -164,15 +164,15 @@ class Model:
             """llama.cpp's own object; None once closed."""
         else:
             self.pointer = _load_streamed(stream, params)
-        if not self.pointer:
-            error = stream.load_error() if stream is not None else None
-            raise ModelUnusable(error or f"{path}: {_reason('llama.cpp refuses the file')}")
-        if stream is not None:
-            try:
+        try:
+            if not self.pointer:
+                error = stream.load_error() if stream is not None else None
+                raise ModelUnusable(error or f"{path}: {_reason('llama.cpp refuses the file')}")
+            if stream is not None:
                 stream.start()
-            except ModelUnusable:
-                self.close()
-                raise
+        except ModelUnusable:
+            self.close()
+            raise
         self.vocab = Vocab(c.llama_model_get_vocab(self.pointer))
         self.n_ctx_train: int = c.llama_model_n_ctx_train(self.pointer)
         self.n_swa: int = c.llama_model_n_swa(self.pointer)

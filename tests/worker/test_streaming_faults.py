@@ -79,6 +79,19 @@ def test_a_file_replaced_while_loaded_goes_on_as_it_was(
     assert np.array_equal(streamed.run(model, plan.n_ubatch, n_decode=4), before)
 
 
+def test_a_file_truncated_while_it_is_loaded_is_refused_and_closed(
+    path: Path, plan: placement.WeightsPlan
+) -> None:
+    header = gguf.read_model(path)
+    stream = WeightStream(header, plan, llama.streaming_functions())
+    os.truncate(path, next(t for t in header.tensors if t not in plan.streamed).offset_bytes + 1)
+    pattern = rf"{path}: reading \d+ bytes at offset \d+: the file ends within them"
+    with pytest.raises(ModelUnusable, match=pattern):
+        llama.Model(path, stream=stream)
+    with pytest.raises(ValueError, match="stream is closed"):
+        stream.stats()
+
+
 def test_a_file_replaced_after_its_header_was_read_is_refused(
     path: Path, plan: placement.WeightsPlan
 ) -> None:
