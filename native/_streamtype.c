@@ -310,7 +310,7 @@ static PyMethodDef stream_methods[] = {
 };
 
 static PyGetSetDef stream_getset[] = {
-    {"file", stream_get_address, NULL, "FILE * to load the model from.", "file"},
+    {"file", stream_get_address, NULL, "FILE * to load the model from; 0 once started.", "file"},
     {"buffer_type", stream_get_address, NULL, "Buffer type of the streamed weights.",
      "buffer_type"},
     {"eval_callback", stream_get_address, NULL, "For cb_eval of a context.", "eval"},

@@ -128,7 +128,7 @@ stream_is_direct(const struct stream *stream)
 FILE *
 stream_file(struct stream *stream)
 {
-    return vfile_stream(stream->vfile);
+    return stream->vfile == NULL ? NULL : vfile_stream(stream->vfile);
 }
 
 struct fault

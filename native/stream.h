@@ -66,7 +66,7 @@ int stream_open(struct stream **out, const struct stream_config *config,
 /* Return whether all files are read past the page cache. */
 bool stream_is_direct(const struct stream *stream);
 
-/* Return the file to load the model from; the stream closes it in stream_start. */
+/* Return the file to load the model from; stream_start closes it: then NULL. */
 FILE *stream_file(struct stream *stream);
 
 /* Return the first fault of reads through stream_file. */
@@ -97,7 +97,8 @@ void stream_get_uses(const struct stream *stream, uint32_t *uses);
  * free; between passes. Returns how many were read; see pool_fill. */
 size_t stream_fill(struct stream *stream, const uint32_t *experts, size_t n);
 
-/* Return what happened since the stream was opened; from any thread. */
+/* Return what happened since the stream was opened; from any thread, but not while
+ * stream_start or stream_close runs. */
 struct stream_stats stream_get_stats(const struct stream *stream);
 
 /* Free all; NULL is none. */

@@ -52,6 +52,7 @@ test_every_node_sees_the_bytes_of_the_file(struct stream_config config)
 {
     struct loaded loaded;
     load(&loaded, &model, config);
+    CHECK(stream_file(loaded.stream) == NULL);
     /* Of what is streamed nothing was read at load. */
     uint64_t n_at_load = stream_get_stats(loaded.stream).reads.bytes_read;
     CHECK(n_at_load >= model.n_trunk_bytes);
