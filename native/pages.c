@@ -21,8 +21,10 @@ pages_reserve(struct pages *pages, size_t size)
     size = (size + PAGES_HUGE_BYTES - 1) / PAGES_HUGE_BYTES * PAGES_HUGE_BYTES;
     size = size == 0 ? PAGES_HUGE_BYTES : size;
     size_t n_mapped = size + PAGES_HUGE_BYTES;
-    unsigned char *mapped = mmap(NULL, n_mapped, PROT_NONE,
-                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    /* Without MAP_NORESERVE: more memory than there is must be refused when it is made
+     * writable, not when the process is killed for touching it. */
+    unsigned char *mapped =
+        mmap(NULL, n_mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED) {
         return -errno;
     }
