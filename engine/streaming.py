@@ -37,6 +37,7 @@ _REASONS = {
 
 Counts = npt.NDArray[np.int64]
 Functions = tuple[int, int, int, int, int]
+Extent = tuple[int, int, int, int, int]
 Fault = tuple[int, bytes | None, int, int, str, str]
 
 
@@ -60,24 +61,20 @@ class WeightStream:
         self._n_hits = self._n_misses = 0
         self.patterns = _patterns(plan.streamed)
         """Regular expressions for the names of the streamed tensors."""
-        head, places = _virtual_header(header)
-        streamed = {tensor.name for tensor in plan.streamed}
-        extents = [(0, len(head), _MEMORY, 0, 0)]
-        for tensor, start in places:
-            kind = _STREAMED if tensor.name in streamed else _FILE
-            extents.append((start, tensor.n_bytes, kind, tensor.file_index, tensor.offset_bytes))
         paths = tuple(os.fsencode(file.path) for file in header.files)
         try:
+            head, extents = _extents(header, plan)
             self.native = Stream(
-                functions, paths, head, tuple(extents), tuple(_weights(plan)), plan.pool_records,
+                functions, paths, head, extents, tuple(_weights(plan)), plan.pool_records,
                 plan.n_ring_slots, n_threads, direct, policy, lookahead,
             )  # fmt: skip
         except OSError as error:
+            path = header.path if error.filename is None else os.fsdecode(error.filename)
             if error.errno == errno.ENOTSUP:
                 reason = "can't stream to this llama.cpp, expected llama-cpp-python 0.3.36"
             else:
                 reason = f"can't be opened for streaming: {str(error.strerror).lower()}"
-            raise ModelUnusable(f"{header.path}: {reason}") from error
+            raise ModelUnusable(f"{path}: {reason}") from error
         if not all(file.is_current() for file in header.files):
             self.close()
             raise ModelUnusable(f"{header.path}: was replaced while it was opened")
@@ -221,6 +218,17 @@ def _patterns(tensors: tuple[Tensor, ...]) -> tuple[str, ...]:
     return tuple(
         rf"^blk\.({'|'.join(numbers)})\.{re.escape(kind)}$" for kind, numbers in blocks.items()
     )
+
+
+def _extents(header: Header, plan: WeightsPlan) -> tuple[bytes, tuple[Extent, ...]]:
+    """Return the header of the file that llama.cpp is to read, and what lies where in that file."""
+    head, places = _virtual_header(header)
+    streamed = {tensor.name for tensor in plan.streamed}
+    extents = [(0, len(head), _MEMORY, 0, 0)]
+    for tensor, start in places:
+        kind = _STREAMED if tensor.name in streamed else _FILE
+        extents.append((start, tensor.n_bytes, kind, tensor.file_index, tensor.offset_bytes))
+    return head, tuple(extents)
 
 
 def _virtual_header(header: Header) -> tuple[bytes, list[tuple[Tensor, int]]]:
