@@ -122,6 +122,33 @@ test_many_tokens_have_all_experts_of_the_next_block_read_ahead(void)
 }
 
 static void
+test_what_was_used_is_counted_and_can_be_there_before_it_is_used_again(void)
+{
+    struct loaded loaded;
+    struct stream_config config = common;
+    config.pool_records = all_records;
+    load(&loaded, &model, config);
+    uint32_t uses[MAX_BLOCKS * N_EXPERTS], used[MAX_BLOCKS * N_EXPERTS];
+    CHECK(stream_n_experts(loaded.stream) == MAX_BLOCKS * N_EXPERTS);
+    check_passes(&loaded, build, 1, 0, 2);
+    stream_get_uses(loaded.stream, uses);
+    unload(&loaded);
+    size_t n_used = 0, n_uses = 0;
+    for (uint32_t i = 0; i < MAX_BLOCKS * N_EXPERTS; i++) {
+        n_uses += uses[i];
+        if (uses[i] > 0) {
+            used[n_used++] = i;
+        }
+    }
+    CHECK(n_uses == (size_t)2 * MAX_BLOCKS * N_USED);
+    load(&loaded, &model, config);
+    CHECK(stream_fill(loaded.stream, used, n_used) == n_used);
+    check_passes(&loaded, build, 1, 0, 2);
+    CHECK(stream_get_stats(loaded.stream).n_misses == 0);
+    unload(&loaded);
+}
+
+static void
 test_more_experts_than_records_end_the_pass(void)
 {
     struct loaded loaded;
@@ -307,6 +334,7 @@ main(void)
     test_experts_read_ahead_are_those_chosen(LOOKAHEAD_MEASURED);
     test_experts_read_ahead_are_those_chosen(LOOKAHEAD_ON);
     test_many_tokens_have_all_experts_of_the_next_block_read_ahead();
+    test_what_was_used_is_counted_and_can_be_there_before_it_is_used_again();
     test_more_experts_than_records_end_the_pass();
     test_a_file_cut_off_in_mid_pass_ends_the_pass(1);
     test_a_file_cut_off_in_mid_pass_ends_the_pass(3);
