@@ -46,7 +46,7 @@ class WeightStream:
 
     def __init__(
         self, header: Header, plan: WeightsPlan, functions: Functions, *,
-        n_threads: int = N_IO_THREADS, direct: bool = True, policy: int = 0, lookahead: int = 1,
+        n_threads: int = N_IO_THREADS, direct: bool = True, policy: int = 3, lookahead: int = 1,
     ) -> None:  # fmt: skip
         """Open the files of a model; functions are addresses as native.Stream wants them.
 

@@ -48,7 +48,7 @@ stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                             "policy", "lookahead", NULL};
     PyObject *functions, *paths, *header, *extents, *weights, *pool_records;
     unsigned n_ring_slots, n_threads;
-    int wants_direct = 1, policy = POLICY_LRU, lookahead = LOOKAHEAD_MEASURED;
+    int wants_direct = 1, policy = POLICY_LRFU, lookahead = LOOKAHEAD_MEASURED;
     if (!PyArg_ParseTupleAndKeywords(
             args, kwargs, "O!O!SO!O!O!II|pii:Stream", names, &PyTuple_Type, &functions,
             &PyTuple_Type, &paths, &header, &PyTuple_Type, &extents, &PyTuple_Type,
@@ -219,6 +219,26 @@ stream_fill_method(PyObject *op, PyObject *experts)
 }
 
 static PyObject *
+stream_resize_method(PyObject *op, PyObject *args)
+{
+    struct stream_object *self = (struct stream_object *)op;
+    unsigned pool;
+    unsigned long long n_records;
+    if (!check_open(self) || !PyArg_ParseTuple(args, "IK:resize", &pool, &n_records)) {
+        return NULL;
+    }
+    int error;
+    Py_BEGIN_ALLOW_THREADS
+    error = stream_resize(self->stream, pool, (size_t)n_records);
+    Py_END_ALLOW_THREADS
+    if (error != 0) {
+        raise_os_error(self, error, UINT32_MAX);
+        return NULL;
+    }
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *
 stream_close_method(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
     struct stream_object *self = (struct stream_object *)op;
@@ -304,6 +324,10 @@ static PyMethodDef stream_methods[] = {
      "fill($self, experts, /)\n--\n\n"
      "Read experts, numbers in the order of uses, 64 at most, into records that are free.\n\n"
      "Between passes. Returns how many were read."},
+    {"resize", stream_resize_method, METH_VARARGS,
+     "resize($self, pool, n_records, /)\n--\n\n"
+     "Use only the first records of a pool, at most those that it was made with.\n\n"
+     "Between passes. The memory of others is given back, or taken again (OSError)."},
     {"close", stream_close_method, METH_NOARGS,
      "close($self, /)\n--\n\nFree all; contexts and model must be freed before."},
     {0},
@@ -324,13 +348,13 @@ static PyGetSetDef stream_getset[] = {
 
 PyDoc_STRVAR(stream_doc,
 "Stream(functions, paths, header, extents, weights, pool_records, n_ring_slots,\n"
-"       n_threads, direct=True, policy=0, lookahead=1)\n--\n\n"
+"       n_threads, direct=True, policy=3, lookahead=1)\n--\n\n"
 "Stream the weights of one model from its files; see stream.h for order and meaning.\n\n"
 "functions: addresses of ggml_version, ggml_backend_cpu_buffer_type,\n"
 "ggml_backend_buft_name, ggml_backend_buffer_init and ggml_backend_tensor_get.\n"
 "extents: (start, length, kind, file, offset); kind 0 is header, 1 a file, 2 streamed.\n"
 "weights: (name, file, offset, length, block or -1, experts, pool).\n"
-"policy: 0 LRU, 1 LFU, 2 MRU; lookahead: 0 off, 1 if it is measured to pay, 2 on.\n"
+"policy: 0 LRU, 1 LFU, 2 MRU, 3 LRFU; lookahead: 0 off, 1 if it is measured to pay, 2 on.\n"
 "OSError with ENOTSUP if ggml is not the version whose layout is known.");
 
 static PyType_Slot stream_slots[] = {

@@ -30,6 +30,7 @@ struct callback_layer {
     struct ggml_tensor ids;            /* the same, as records of the pool */
     const struct ggml_tensor *router;  /* its weights, as the last pass used them, or NULL */
     const struct ggml_tensor *state;   /* what they were applied to, in this pass */
+    const struct ggml_tensor *norm;    /* weights that made state of its input, or NULL */
     const struct callback_layer *next; /* the streamed layer behind it, or NULL */
 };
 
@@ -61,6 +62,9 @@ struct callback {
     int32_t *records;
     size_t n_ids;  /* room in experts and records */
     bool is_short;              /* the pass is one that guesses are made in */
+    size_t n_used;              /* experts that a token used in the layer at hand */
+    float *state;               /* of one token, for a guess */
+    size_t n_state;
     uint64_t started_ns;        /* of the pass */
     struct lookahead_trial trial;
     struct callback_fault fault;

@@ -24,6 +24,7 @@ enum { GGML_TYPE_F32 = 0, GGML_TYPE_I32 = 26 };
 
 enum {
     GGML_OP_NONE = 0,
+    GGML_OP_MUL = 7,
     GGML_OP_MUL_MAT = 29,
     GGML_OP_MUL_MAT_ID = 30,
     GGML_OP_RESHAPE = 36,

@@ -101,7 +101,13 @@ lookahead_next(struct lookahead_trial *trial, uint64_t pass_ns)
 }
 
 size_t
-lookahead_n_guesses(const struct lookahead_trial *trial, size_t n_used)
+lookahead_n_early(const struct lookahead_trial *trial, size_t n_used)
 {
-    return (n_used * trial->level + LOOKAHEAD_N_LEVELS - 2) / (LOOKAHEAD_N_LEVELS - 1);
+    return trial->level >= LOOKAHEAD_EARLY ? n_used / 2 + n_used % 2 : 0;
+}
+
+size_t
+lookahead_n_late(const struct lookahead_trial *trial, size_t n_used)
+{
+    return trial->level >= LOOKAHEAD_LATE ? n_used - n_used / 4 : 0;
 }

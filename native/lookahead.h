@@ -22,7 +22,12 @@ size_t lookahead(const float *router, size_t n_inputs, size_t n_experts,
 
 enum lookahead_mode { LOOKAHEAD_OFF, LOOKAHEAD_MEASURED, LOOKAHEAD_ON };
 
-/* How much to guess: nothing, half of the experts that a token uses, or as many. */
+/* When to guess the experts of a layer: never; late, from the output of the layer before,
+ * three of four that a token uses; or also early, when the layer before has chosen, half
+ * of them: a worse guess with more time to read. The least likely ones are left out: they
+ * cost a read each and turn out right too seldom. */
+enum lookahead_level { LOOKAHEAD_NEVER, LOOKAHEAD_LATE, LOOKAHEAD_EARLY };
+
 #define LOOKAHEAD_N_LEVELS 3u
 
 /* The level at which passes are fastest: measured, if mode says so. */
@@ -38,7 +43,8 @@ struct lookahead_trial {
 /* Note the time of a pass at the level at hand and choose that of the next one. */
 void lookahead_next(struct lookahead_trial *trial, uint64_t pass_ns);
 
-/* Return the experts to guess where a token uses n_used. */
-size_t lookahead_n_guesses(const struct lookahead_trial *trial, size_t n_used);
+/* Return the experts to guess early, and late, where a token uses n_used. */
+size_t lookahead_n_early(const struct lookahead_trial *trial, size_t n_used);
+size_t lookahead_n_late(const struct lookahead_trial *trial, size_t n_used);
 
 #endif

@@ -11,6 +11,12 @@
 #define MADV_POPULATE_WRITE 23  /* Linux 5.14 */
 #endif
 
+static size_t
+round_up(size_t n)
+{
+    return (n + PAGES_HUGE_BYTES - 1) / PAGES_HUGE_BYTES * PAGES_HUGE_BYTES;
+}
+
 int
 pages_reserve(struct pages *pages, size_t size)
 {
@@ -18,8 +24,7 @@ pages_reserve(struct pages *pages, size_t size)
     if (size > SIZE_MAX - 2 * PAGES_HUGE_BYTES) {
         return -ENOMEM;
     }
-    size = (size + PAGES_HUGE_BYTES - 1) / PAGES_HUGE_BYTES * PAGES_HUGE_BYTES;
-    size = size == 0 ? PAGES_HUGE_BYTES : size;
+    size = size == 0 ? PAGES_HUGE_BYTES : round_up(size);
     size_t n_mapped = size + PAGES_HUGE_BYTES;
     /* Without MAP_NORESERVE: more memory than there is must be refused when it is made
      * writable, not when the process is killed for touching it. */
@@ -38,21 +43,20 @@ pages_reserve(struct pages *pages, size_t size)
     return 0;
 }
 
-/* Have memory behind all of pages now. Returns 0 or -errno. */
+/* Have memory behind size bytes at data now. Returns 0 or -errno. */
 static int
-touch(struct pages *pages)
+touch(unsigned char *data, size_t size)
 {
     int error;
     do {
-        error = madvise(pages->data, pages->size, MADV_POPULATE_WRITE) < 0 ? errno : 0;
+        error = madvise(data, size, MADV_POPULATE_WRITE) < 0 ? errno : 0;
     } while (error == EINTR || error == EAGAIN);
     if (error != EINVAL) {
         return -error;
     }
     long page_bytes = sysconf(_SC_PAGESIZE);
-    volatile unsigned char *data = pages->data;
-    for (size_t i = 0; i < pages->size; i += (size_t)page_bytes) {
-        data[i] = 0;
+    for (size_t i = 0; i < size; i += (size_t)page_bytes) {
+        ((volatile unsigned char *)data)[i] = 0;
     }
     return 0;
 }
@@ -69,7 +73,7 @@ pages_map(struct pages *pages, size_t size)
     } else {
         /* Only advice: without huge pages all works, slower. */
         (void)madvise(pages->data, pages->size, MADV_HUGEPAGE);
-        error = touch(pages);
+        error = touch(pages->data, pages->size);
     }
     if (error != 0) {
         pages_unmap(pages);
@@ -102,6 +106,25 @@ pages_map_sink(struct pages *pages, size_t size)
         pages_unmap(pages);
     }
     return error;
+}
+
+int
+pages_give_back(struct pages *pages, size_t start)
+{
+    start = round_up(start);
+    if (start >= pages->size) {
+        return 0;
+    }
+    unsigned char *data = (unsigned char *)pages->data + start;
+    return madvise(data, pages->size - start, MADV_DONTNEED) < 0 ? -errno : 0;
+}
+
+int
+pages_take_back(struct pages *pages, size_t start, size_t end)
+{
+    start = start / PAGES_HUGE_BYTES * PAGES_HUGE_BYTES;
+    end = round_up(end) < pages->size ? round_up(end) : pages->size;
+    return start < end ? touch((unsigned char *)pages->data + start, end - start) : 0;
 }
 
 void

@@ -1,4 +1,5 @@
-/* Memory that stays: mapped once on huge pages, touched once, given back at the end.
+/* Memory that stays: mapped once on huge pages, touched once, given back at the end or
+ * when the machine has too little.
  *
  * Failures are negative errno values.
  */
@@ -24,6 +25,13 @@ int pages_map_sink(struct pages *pages, size_t size);
 
 /* Reserve size bytes of addresses; to touch one of them is a fault. Returns 0 or -errno. */
 int pages_reserve(struct pages *pages, size_t size);
+
+/* Give back the memory behind pages from start on, as far as it is whole huge pages; it is
+ * zeros when it is touched again. Returns 0 or -errno. */
+int pages_give_back(struct pages *pages, size_t start);
+
+/* Have memory behind [start, end) of pages again. Returns 0 or -errno. */
+int pages_take_back(struct pages *pages, size_t start, size_t end);
 
 /* Give back what was mapped, if anything. */
 void pages_unmap(struct pages *pages);

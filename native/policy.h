@@ -15,6 +15,7 @@ enum policy_kind {
     POLICY_LRU,  /* the record whose last use is longest ago */
     POLICY_LFU,  /* the least often used one; counts are halved as time goes by */
     POLICY_MRU,  /* the record used last: the worst order, for tests */
+    POLICY_LRFU, /* as LRU, but each former use counts as if the last were more recent */
 };
 
 struct policy;

@@ -72,7 +72,7 @@ pool_create(struct pool **out, struct source *source, enum policy_kind policy,
     pool->source = source;
     pool->n_layers = n_layers;
     pool->n_parts = n_parts;
-    pool->n_records = n_records;
+    pool->n_records = pool->n_usable = n_records;
     for (unsigned part = 0; part < n_parts; part++) {
         pool->part_offset[part] = pool->stride;
         pool->stride += span_room(layers[0].parts[part].slice_bytes);

@@ -93,12 +93,21 @@ void pool_get_uses(const struct pool *pool, uint32_t *uses);
  * here already, no record is absent, or a read failed, which concerns nobody yet. */
 size_t pool_fill(struct pool *pool, const uint32_t *experts, size_t n);
 
+/* Use only the first n_records, 1 to those that the pool was made for, from now on; between
+ * steps. The memory of others is given back, or taken again. Returns 0, or -errno and the
+ * pool as it was. */
+int pool_resize(struct pool *pool, size_t n_records);
+
+/* Return the bytes of memory that the pool's records have now. */
+size_t pool_resident_bytes(const struct pool *pool);
+
 /* Return where the part of record 0 lies for a layer; those of the others follow at
  * multiples of pool_stride. */
 void *pool_data(const struct pool *pool, unsigned layer, unsigned part);
 
 size_t pool_stride(const struct pool *pool);
 
+/* Return the records that the pool was made for, of which fewer may be used now. */
 size_t pool_n_records(const struct pool *pool);
 
 const struct pool_stats *pool_get_stats(const struct pool *pool);

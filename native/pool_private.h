@@ -32,7 +32,8 @@ struct pool {
     size_t n_keys;             /* experts of all layers */
     int32_t *record_of;        /* by key; NO_RECORD: absent */
     uint32_t *uses;            /* by key: steps that used the expert */
-    size_t n_records;
+    size_t n_records;          /* that there are addresses for */
+    size_t n_usable;           /* that there is memory for: the first ones */
     struct record *records;
     int32_t *absent;           /* records that are */
     size_t n_absent;

@@ -255,14 +255,27 @@ prepare(struct readers_batch *batch)
     return batch->issuing != NULL;
 }
 
+/* Return about how many threads a batch can keep busy. */
+static size_t
+count_pieces(const struct readers_batch *batch)
+{
+    size_t n = 0;
+    for (const struct readers_request *r = batch->issuing; r != NULL; r = r->next) {
+        n += r->len / READERS_PIECE_BYTES + 1;
+    }
+    return n;
+}
+
 void
 readers_submit_all(struct readers *pool, struct readers_batch *const *batches, size_t n,
                    bool is_urgent)
 {
     struct readers_batch *first = NULL;
     struct readers_batch *last = NULL;
+    size_t n_pieces = 0;
     for (size_t i = 0; i < n; i++) {
         if (prepare(batches[i])) {
+            n_pieces += count_pieces(batches[i]);
             if (last == NULL) {
                 first = batches[i];
             } else {
@@ -283,7 +296,10 @@ readers_submit_all(struct readers *pool, struct readers_batch *const *batches, s
         *(pool->last == NULL ? &pool->first : &pool->last->next) = first;
         pool->last = last;
     }
-    (void)pthread_cond_broadcast(&pool->has_work);
+    /* Not all of them: a thread that finds nothing to read takes its time from others. */
+    for (size_t i = 0; i < n_pieces && i < pool->n_threads; i++) {
+        (void)pthread_cond_signal(&pool->has_work);
+    }
     (void)pthread_mutex_unlock(&pool->lock);
 }
 

@@ -21,7 +21,7 @@ struct stream {
     unsigned n_ring_slots;
     enum policy_kind policy;
     struct ring *ring;
-    uint64_t resident_bytes;
+    uint64_t ring_bytes;
 };
 
 static void *
@@ -165,7 +165,7 @@ start_ring(struct stream *stream)
     if (n > 0) {
         error = ring_create(&stream->ring, stream->source, tensors, n,
                             stream->n_ring_slots);
-        stream->resident_bytes += stream->n_ring_slots * ring_slot_bytes(max_bytes);
+        stream->ring_bytes = stream->n_ring_slots * ring_slot_bytes(max_bytes);
     }
     stream->callback.ring = stream->ring;
     free(tensors);
@@ -231,7 +231,6 @@ start_pool(struct stream *stream, unsigned i)
             stream->weights[k].layer->n_parts = n_parts;
         }
     }
-    stream->resident_bytes += pool_stride(stream->pools[i]) * stream->pool_records[i];
     return 0;
 }
 
@@ -323,12 +322,19 @@ stream_fill(struct stream *stream, const uint32_t *experts, size_t n)
     return n_read;
 }
 
+int
+stream_resize(struct stream *stream, unsigned pool, size_t n_records)
+{
+    bool is_there = pool < stream->n_pools && stream->pools[pool] != NULL;
+    return is_there ? pool_resize(stream->pools[pool], n_records) : -EINVAL;
+}
+
 struct stream_stats
 stream_get_stats(const struct stream *stream)
 {
     struct stream_stats stats = {
         .reads = readers_get_stats(stream->source->readers),
-        .resident_bytes = stream->resident_bytes,
+        .resident_bytes = stream->ring_bytes,
     };
     for (unsigned i = 0; i < stream->n_pools; i++) {
         if (stream->pools[i] != NULL) {
@@ -340,6 +346,7 @@ stream_get_stats(const struct stream *stream)
             stats.n_useful += atomic_load(&pool->n_useful);
             stats.n_late += atomic_load(&pool->n_late);
             stats.stall_ns += atomic_load(&pool->stall_ns);
+            stats.resident_bytes += pool_resident_bytes(stream->pools[i]);
         }
     }
     if (stream->ring != NULL) {

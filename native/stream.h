@@ -97,6 +97,9 @@ void stream_get_uses(const struct stream *stream, uint32_t *uses);
  * free; between passes. Returns how many were read; see pool_fill. */
 size_t stream_fill(struct stream *stream, const uint32_t *experts, size_t n);
 
+/* Use only the first n_records of a pool from now on; between passes. See pool_resize. */
+int stream_resize(struct stream *stream, unsigned pool, size_t n_records);
+
 /* Return what happened since the stream was opened; from any thread, but not while
  * stream_start or stream_close runs. */
 struct stream_stats stream_get_stats(const struct stream *stream);

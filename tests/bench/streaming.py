@@ -138,8 +138,8 @@ def compare(case: Case, path: Path, read_ahead_kib: int, wanted: float, n_runs: 
     disk = []
     for _ in range(n_runs):
         for how in ("mmap", "stream"):
-            n_tokens = case.n_tokens if how == "stream" else max(case.n_tokens // 4, 4)
-            runs[how].append(run(case, path, how, "--tokens", str(n_tokens)))
+            n_tokens = case.n_tokens if how == "stream" else max(case.n_tokens // 8, 4)
+            runs[how].append(run(case, path, how, "--warm", "8", "--tokens", str(n_tokens)))
         disk.append(direct_mb_per_s(path))
     speeds = {how: [r["tokens_per_s"] for r in results] for how, results in runs.items()}
     what = f"{case.shape.name} in {case.limit_mib} MiB, read-ahead {read_ahead_kib} KiB, decode"

@@ -69,16 +69,17 @@ test_the_fastest_level_is_kept(void)
 }
 
 static void
-test_levels_are_nothing_half_and_all(void)
+test_levels_are_never_late_and_also_early(void)
 {
     struct lookahead_trial trial = {.mode = LOOKAHEAD_OFF};
     lookahead_next(&trial, 1);
-    CHECK(lookahead_n_guesses(&trial, 8) == 0);
-    trial.level = 1;
-    CHECK(lookahead_n_guesses(&trial, 8) == 4 && lookahead_n_guesses(&trial, 1) == 1);
+    CHECK(lookahead_n_early(&trial, 8) == 0 && lookahead_n_late(&trial, 8) == 0);
+    trial.level = LOOKAHEAD_LATE;
+    CHECK(lookahead_n_early(&trial, 8) == 0 && lookahead_n_late(&trial, 8) == 6);
     trial.mode = LOOKAHEAD_ON;
     lookahead_next(&trial, 1);
-    CHECK(lookahead_n_guesses(&trial, 8) == 8 && lookahead_n_guesses(&trial, 1) == 1);
+    CHECK(lookahead_n_early(&trial, 8) == 4 && lookahead_n_late(&trial, 8) == 6);
+    CHECK(lookahead_n_early(&trial, 1) == 1 && lookahead_n_late(&trial, 1) == 1);
 }
 
 int
@@ -86,6 +87,6 @@ main(void)
 {
     test_the_likeliest_experts_come_first();
     test_the_fastest_level_is_kept();
-    test_levels_are_nothing_half_and_all();
+    test_levels_are_never_late_and_also_early();
     return 0;
 }

@@ -121,6 +121,33 @@ test_free_records_are_filled_with_what_was_used_most(void)
 }
 
 static void
+test_a_pool_may_shrink_and_grow_again_while_it_is_used(void)
+{
+    struct pool_layer layers[N_LAYERS];
+    describe(layers, 8192);
+    enum { N_MOST = N_LAYERS * N_EXPERTS };
+    struct pool *pool = create(layers, POLICY_LRFU, N_MOST);
+    size_t all_bytes = pool_resident_bytes(pool);
+    CHECK(pool_resize(pool, 0) == -EINVAL && pool_resize(pool, N_MOST + 1) == -EINVAL);
+    for (unsigned i = 0; i < 80; i++) {
+        int32_t experts[N_USED], records[N_USED], guesses[2];
+        choose(experts, N_USED);
+        CHECK(pool_take(pool, i % N_LAYERS, experts, N_USED, records) == 0);
+        choose(guesses, 2);
+        pool_guess(pool, (i + 1) % N_LAYERS, guesses, 2);
+        check_bytes(pool, layers, i % N_LAYERS, experts, records, N_USED);
+        if (i % 5 == 4) {
+            size_t n = N_USED + next_random(N_MOST - N_USED + 1);
+            CHECK(pool_resize(pool, n) == 0);
+            CHECK(pool_resident_bytes(pool) == n * pool_stride(pool));
+            CHECK(pool_n_records(pool) == N_MOST);
+        }
+    }
+    CHECK(pool_resize(pool, N_MOST) == 0 && pool_resident_bytes(pool) == all_bytes);
+    pool_destroy(pool);
+}
+
+static void
 test_a_fill_that_fails_leaves_its_record_free(void)
 {
     struct pool_layer layers[N_LAYERS];
@@ -251,6 +278,7 @@ main(void)
     test_what_does_not_fit_is_refused_and_leaves_the_pool_usable();
     test_free_records_are_filled_with_what_was_used_most();
     test_a_fill_that_fails_leaves_its_record_free();
+    test_a_pool_may_shrink_and_grow_again_while_it_is_used();
     test_guesses_are_used_and_wrong_ones_are_in_nobodys_way();
     test_a_step_given_up_while_it_is_read_leaves_the_pool_usable();
     for (unsigned part = 0; part < N_PARTS; part++) {

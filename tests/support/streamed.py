@@ -26,7 +26,7 @@ class Case:
     """A way to stream: share is how much of what can be streamed is in memory, 0 the least."""
 
     share: float
-    policy: int = 0
+    policy: int = 3
     direct: bool = True
     lookahead: int = 2
     repacks: bool = False

@@ -55,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--memory", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--io-threads", type=int, default=N_IO_THREADS)
-    parser.add_argument("--policy", type=int, default=0)
+    parser.add_argument("--policy", type=int, default=3)
     parser.add_argument("--lookahead", type=int, default=1)
     parser.add_argument("--prefill", type=int, default=0)
     parser.add_argument("--warm", type=int, default=16)

@@ -18,7 +18,7 @@ from headrace.engine.errors import ModelUnusable
 from headrace.engine.tensors import read_tensors
 
 Built = Callable[[str], Path]
-LRU, LFU, MRU = range(3)
+LRU, LFU, MRU, LRFU = range(4)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_several_sequences_at_once_get_the_resident_models_logits(
     assert np.array_equal(logits, resident(name, n_ubatch, streamed.run_several))
 
 
-@pytest.mark.parametrize("policy", [LFU, MRU])
+@pytest.mark.parametrize("policy", [LRU, LFU, MRU])
 @pytest.mark.parametrize("name", ["mixtral", "mixed_moe"])
 def test_what_is_evicted_changes_no_logit(
     name: str, policy: int, built: Built, resident: Callable[..., streamed.Logits]
