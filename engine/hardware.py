@@ -1,9 +1,9 @@
-"""What the machine, or the container in it, lets this process use: CPUs and memory.
+"""The CPUs that the machine, or the container in it, lets this process use.
 
 Comes in: a directory that looks like / and the CPUs that the process may run on. Goes out: a
-Topology, and the bytes that can be allocated. All functions are pure over that directory, so a
-recorded tree tells the same as the machine did. Knows Linux only; where its files are missing or
-senseless, every CPU counts as a core of its own, without quota.
+Topology. All functions are pure over that directory, so a recorded tree tells the same as the
+machine did. Where its files are missing or senseless, every CPU counts as a core of its own,
+without quota.
 """
 
 from __future__ import annotations
@@ -11,16 +11,23 @@ from __future__ import annotations
 import enum
 import math
 import os
-from collections.abc import Set
+import sys
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from headrace.engine.errors import EngineError
+from headrace.engine import darwin
+from headrace.engine.system_files import cgroup_levels, parse_number, read_number, read_text
 
 # Linux, arch/x86/Kconfig: NR_CPUS is at most 8192; a larger number in a list is garbage
 _MAX_CPUS = 8192
 # A core this much slower than the fastest still finishes its share of a matrix product in time.
 _PERFORMANCE_CAPACITY = 0.75
+# /proc/cpuinfo of x86, and of ARM.
+_CPU_MODEL_KEYS = (
+    "vendor_id", "cpu family", "model", "stepping", "flags",
+    "CPU implementer", "CPU variant", "CPU part", "CPU revision", "Features",
+)  # fmt: skip
 
 
 class CoreKind(enum.Enum):
@@ -72,7 +79,47 @@ class Topology:
 
 def this_machine() -> Topology:
     """Return the topology of the CPUs that this process may run on."""
+    if sys.platform == "darwin":
+        return darwin_topology(darwin.read_sysctl())
     return read_topology(Path("/"), frozenset(os.sched_getaffinity(0)))
+
+
+def darwin_topology(values: Mapping[str, str]) -> Topology:
+    """Return the topology of a Mac from its sysctl values: its performance cores alone.
+
+    macOS lets nobody choose a thread's CPU, so the other cores are of no use to know.
+    """
+    n_cores = darwin.performance_cores(values)
+    cpus = tuple(Cpu(i, i, (i,), CoreKind.PERFORMANCE) for i in range(n_cores))
+    return Topology(cpus, quota_cpus=None)
+
+
+def cpu_model(root: Path) -> str:
+    """Return what the kernel calls the CPUs below root and what they can do; "" if it doesn't say.
+
+    Source: Linux, arch/x86/kernel/cpu/proc.c and arch/arm64/kernel/cpuinfo.c.
+    """
+    if sys.platform == "darwin":
+        return darwin.read_sysctl().get(darwin.CPU_MODEL, "")
+    lines = read_text(root / "proc/cpuinfo").splitlines()
+    # Each once: a chip with two kinds of cores has two of some lines.
+    found = dict.fromkeys(line for line in lines if line.startswith(_CPU_MODEL_KEYS))
+    return "\n".join(found)
+
+
+def cache_bytes(root: Path) -> int:
+    """Return the bytes of all last-level caches below root together; 0 if it doesn't say.
+
+    Source: Linux, Documentation/ABI/testing/sysfs-devices-system-cpu, cache.
+    """
+    levels: dict[int, dict[str, int]] = {}
+    for cache in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/cache/index[0-9]*"):
+        level, size = read_number(cache / "level"), read_text(cache / "size")
+        kib = parse_number(size.removesuffix("K"))
+        if level is not None and kib is not None:
+            # CPUs that share a cache list the same CPUs.
+            levels.setdefault(level, {})[read_text(cache / "shared_cpu_list")] = kib * 1024
+    return sum(levels[max(levels)].values()) if levels else 0
 
 
 def read_topology(root: Path, affinity: frozenset[int]) -> Topology:
@@ -100,33 +147,11 @@ def parse_cpu_list(text: str) -> frozenset[int]:
     cpus: set[int] = set()
     for item in text.strip().split(",") if text.strip() else []:
         first, dash, last = item.partition("-")
-        low, high = _whole(first), _whole(last if dash else first)
+        low, high = parse_number(first), parse_number(last if dash else first)
         if low is None or high is None or not low <= high < _MAX_CPUS:
             raise ValueError(f'CPU list has "{item}", expected numbers and ranges such as "0-3,8"')
         cpus.update(range(low, high + 1))
     return frozenset(cpus)
-
-
-def available_memory_bytes(root: Path) -> int:
-    """Return the bytes that can be allocated before something is swapped, throttled or killed.
-
-    It is the least of the machine's MemAvailable and, for each cgroup from ours to the root, its
-    limit less what is in use; inactive page cache counts as free. memory.high is a limit too:
-    beyond it the kernel slows a process down until it is as good as stopped.
-
-    Raises:
-        EngineError: there is no MemAvailable.
-
-    Source: Linux, Documentation/filesystems/proc.rst, admin-guide/cgroup-v2.rst and
-    admin-guide/cgroup-v1/memory.rst.
-    """
-    path = root / "proc/meminfo"
-    available_kib = _keyed(path, "MemAvailable:")
-    if available_kib is None:
-        raise EngineError(f"{path} has no MemAvailable, expected one as in Linux 3.14 or later")
-    is_v2, levels = cgroup_levels(root, "memory")
-    free = [_cgroup_free_bytes(level, is_v2) for level in levels]
-    return max(0, min([available_kib * 1024, *(n for n in free if n is not None)]))
 
 
 def _performance_cpus(root: Path, cpus: frozenset[int]) -> Set[int]:
@@ -142,7 +167,7 @@ def _performance_cpus(root: Path, cpus: frozenset[int]) -> Set[int]:
     if listed:
         return listed
     folder = root / "sys/devices/system/cpu"
-    read = {cpu: _whole(_text(folder / f"cpu{cpu}/cpu_capacity")) for cpu in cpus}
+    read = {cpu: read_number(folder / f"cpu{cpu}/cpu_capacity") for cpu in cpus}
     capacity = {cpu: amount for cpu, amount in read.items() if amount is not None}
     fastest = max(capacity.values(), default=0)
     slow = {cpu for cpu, n in capacity.items() if n < _PERFORMANCE_CAPACITY * fastest}
@@ -170,84 +195,20 @@ def _quota_cpus(root: Path) -> float | None:
     quotas = []
     for level in levels:
         if is_v2:
-            quota_us, _, period_us = _text(level / "cpu.max").partition(" ")
+            quota_us, _, period_us = read_text(level / "cpu.max").partition(" ")
         else:
             quota_us, period_us = (
-                _text(level / "cpu.cfs_quota_us"),
-                _text(level / "cpu.cfs_period_us"),
+                read_text(level / "cpu.cfs_quota_us"),
+                read_text(level / "cpu.cfs_period_us"),
             )
-        quota, period = _whole(quota_us), _whole(period_us)
+        quota, period = parse_number(quota_us), parse_number(period_us)
         if quota and period:  # no quota is "max" in v2 and -1 in v1
             quotas.append(quota / period)
     return min(quotas, default=None)
 
 
-def _cgroup_free_bytes(level: Path, is_v2: bool) -> int | None:
-    """Return what the cgroup at level may still allocate; None: it has no limit."""
-    if is_v2:
-        limits = [_whole(_text(level / name)) for name in ("memory.max", "memory.high")]
-        usage, inactive = "memory.current", "inactive_file"
-    else:
-        limits = [_whole(_text(level / "memory.limit_in_bytes"))]
-        usage, inactive = "memory.usage_in_bytes", "total_inactive_file"
-    limit = min((n for n in limits if n is not None), default=None)
-    if limit is None:
-        return None
-    used = _whole(_text(level / usage)) or 0
-    return limit - max(0, used - (_keyed(level / "memory.stat", inactive) or 0))
-
-
-def cgroup_levels(root: Path, controller: str) -> tuple[bool, list[Path]]:
-    """Return whether controller is in cgroup v2, and the folders of our cgroup and its ancestors.
-
-    In a container the path may be the host's, while its own cgroup is mounted as the root: the
-    folders that don't exist there hold no limit, and the root, which is in the list, does.
-
-    Source: Linux, cgroups(7), /proc/pid/cgroup; the mount points are systemd's.
-    """
-    mounts = root / "sys/fs/cgroup"
-    is_v2, base, path = True, mounts, "/"
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        hierarchy, _, rest = line.partition(":")
-        names, _, line_path = rest.partition(":")
-        if controller in names.split(","):
-            is_v2, path = False, line_path
-            base = mounts / names if (mounts / names).is_dir() else mounts / controller
-            break
-        if hierarchy == "0" and not names:
-            path = line_path
-            base = mounts / "unified" if (mounts / "unified").is_dir() else mounts
-    parts = PurePosixPath(path.lstrip("/")).parts
-    if ".." in parts:  # a cgroup outside the namespace, of which nothing is mounted
-        parts = ()
-    return is_v2, [base.joinpath(*parts[:n]) for n in range(len(parts), -1, -1)]
-
-
 def _read_cpu_list(path: Path) -> frozenset[int]:
     try:
-        return parse_cpu_list(_text(path))
+        return parse_cpu_list(read_text(path))
     except ValueError:
         return frozenset()
-
-
-def _keyed(path: Path, key: str) -> int | None:
-    """Return the number after key in a file of lines "key number"."""
-    for line in _text(path).splitlines():
-        words = line.split()
-        if len(words) >= 2 and words[0] == key:
-            return _whole(words[1])
-    return None
-
-
-def _whole(text: str) -> int | None:
-    """Return the number that text spells, not negative; None: it spells none."""
-    text = text.strip()
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= 20 else None
-
-
-def _text(path: Path) -> str:
-    """Return what the file at path holds, stripped; nothing where there is no such file."""
-    try:
-        return path.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""

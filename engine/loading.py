@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.engine import hardware, placement
+from headrace.engine import placement
 from headrace.engine.gguf import Header, read_model
+from headrace.engine.memory import this_memory
 from headrace.engine.messages import Event, Load, Loaded
 from headrace.engine.openmp import installed_environment
 from headrace.engine.routing import ExpertUsage
@@ -102,7 +103,7 @@ def load_engine(
 
 def budget_bytes(load: Load) -> int:
     """Return the memory that load may take: what it says, else what the machine has to spare."""
-    available = hardware.available_memory_bytes(Path("/")) - placement.HEADROOM_BYTES
+    available = this_memory().available_bytes - placement.HEADROOM_BYTES
     return load.memory_bytes or available
 
 

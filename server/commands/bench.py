@@ -21,9 +21,10 @@ from headrace.config import Settings
 from headrace.config.settings import FlagParser, resolve
 from headrace.config.units import format_bytes
 from headrace.engine.errors import EngineError, InvalidRequest
-from headrace.engine.hardware import available_memory_bytes, this_machine
+from headrace.engine.hardware import this_machine
 from headrace.engine.library import Model
 from headrace.engine.loading import budget_bytes
+from headrace.engine.memory import this_memory
 from headrace.engine.placement import plan_load
 from headrace.server import log
 from headrace.server.commands import bench_report
@@ -112,7 +113,7 @@ def _job(wanted: _Wanted, model: Model) -> Job:
 
 def _refuse_far_too_large(model: Model, limit_bytes: int | None) -> None:
     """Raise InvalidRequest if plain llama.cpp would do little else than read the model."""
-    there = available_memory_bytes(Path("/"))
+    there = this_memory().available_bytes
     if limit_bytes is not None:
         there = min(there, limit_bytes)
     if model.size_bytes > _FAR * there:

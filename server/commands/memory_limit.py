@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace.engine.hardware import cgroup_levels
+from headrace.engine.system_files import cgroup_levels
 
 logger = logging.getLogger(__name__)
 

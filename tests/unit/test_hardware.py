@@ -1,42 +1,28 @@
-"""CPU topology and available memory, read from trees in the form that such machines show."""
+"""CPUs, read from trees in the form that such machines show."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from headrace.engine.errors import EngineError
+from headrace.engine.darwin import CPU_MODEL, parse_sysctl
 from headrace.engine.hardware import (
     CoreKind,
     Topology,
-    available_memory_bytes,
+    cache_bytes,
+    cpu_model,
+    darwin_topology,
     parse_cpu_list,
     read_topology,
 )
 
 TREES = Path(__file__).parent / "topologies"
 EVERY_TREE = sorted(path.stem for path in TREES.glob("*.json"))
-MIB, GIB = 1024**2, 1024**3
-MEM_AVAILABLE = 16384000 * 1024  # in every tree that has /proc/meminfo
+MIB = 1024**2
 
 Unpack = Callable[..., Path]
-
-
-@pytest.fixture
-def unpack(tmp_path: Path) -> Unpack:
-    """Return a function that makes the tree of that name, with changes, and returns its root."""
-
-    def make(name: str = "", changes: Mapping[str, str] | None = None) -> Path:
-        tree: dict[str, str] = json.loads((TREES / f"{name}.json").read_text()) if name else {}
-        for path, content in {**tree, **(changes or {})}.items():
-            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / path).write_text(content)
-        return tmp_path
-
-    return make
 
 
 def topology(root: Path, *cpus: int) -> Topology:
@@ -220,53 +206,59 @@ def test_cpu_list_with_an_empty_item_is_refused(text: str) -> None:
         parse_cpu_list(text)
 
 
-@pytest.mark.parametrize(
-    ("name", "n_bytes"),
-    [
-        ("container_v1", 4096 * MIB - (1536 * MIB - 256 * MIB)),
-        ("slice_v1_nested", 8 * GIB - (6 * GIB - 1 * GIB)),  # the limit is the parent's
-        ("container_v2", 3072 * MIB - (1024 * MIB - 384 * MIB)),
-        ("pod_v2_nested", 6 * GIB - (5 * GIB - 1 * GIB)),  # the leaf says max
-        ("vm_without_topology", MEM_AVAILABLE),
-        ("garbage", MEM_AVAILABLE),
-    ],
-)
-def test_available_memory_is_the_least_that_machine_and_cgroups_leave(
-    unpack: Unpack, name: str, n_bytes: int
-) -> None:
-    assert available_memory_bytes(unpack(name)) == n_bytes
-
-
-def test_machine_with_less_than_the_cgroup_allows_decides(unpack: Unpack) -> None:
-    root = unpack("container_v2", {"proc/meminfo": "MemAvailable:   1024 kB\n"})
-    assert available_memory_bytes(root) == MIB
-
-
-def test_memory_high_is_a_limit_too(unpack: Unpack) -> None:
-    root = unpack("container_v2", {"sys/fs/cgroup/memory.high": f"{2 * GIB}\n"})
-    assert available_memory_bytes(root) == 2 * GIB - (1024 * MIB - 384 * MIB)
-
-
-def test_cgroup_over_its_limit_leaves_nothing(unpack: Unpack) -> None:
-    root = unpack("container_v2", {"sys/fs/cgroup/memory.current": f"{9 * GIB}\n"})
-    assert available_memory_bytes(root) == 0
-
-
-def test_inactive_cache_beyond_the_usage_adds_nothing_to_the_limit(unpack: Unpack) -> None:
-    root = unpack("container_v2", {"sys/fs/cgroup/memory.stat": f"inactive_file {9 * GIB}\n"})
-    assert available_memory_bytes(root) == 3 * GIB
-
-
-@pytest.mark.parametrize("meminfo", ["", "MemTotal: 5 kB\n", "MemAvailable: much kB\n"])
-def test_machine_without_memavailable_is_an_error(unpack: Unpack, meminfo: str) -> None:
-    root = unpack("container_v2", {"proc/meminfo": meminfo})
-    with pytest.raises(EngineError, match="meminfo has no MemAvailable, expected one as in Linux"):
-        available_memory_bytes(root)
-
-
 @pytest.mark.parametrize("name", EVERY_TREE)
 def test_every_topology_has_each_allowed_cpu_once_and_a_thread(unpack: Unpack, name: str) -> None:
     found = topology(unpack(name), *range(24))
     assert [cpu.index for cpu in found.cpus] == list(range(24))
     assert 1 <= found.default_threads <= len(found.physical_performance_cpus)
     assert not set(found.physical_performance_cpus) & set(found.efficiency_cpus)
+
+
+def test_caches_of_the_last_level_are_counted_once_each(unpack: Unpack) -> None:
+    folder = "sys/devices/system/cpu/cpu{}/cache/index{}/{}"
+    tree = {}
+    for cpu, shared_by in ((0, "0-1"), (1, "0-1"), (2, "2-3"), (3, "2-3")):
+        for index, level, size, cpus in ((0, 1, "32K", cpu), (3, 3, "32768K", shared_by)):
+            tree[folder.format(cpu, index, "level")] = f"{level}\n"
+            tree[folder.format(cpu, index, "size")] = f"{size}\n"
+            tree[folder.format(cpu, index, "shared_cpu_list")] = f"{cpus}\n"
+    assert cache_bytes(unpack("", tree)) == 2 * 32 * MIB
+
+
+def test_machine_that_tells_of_no_cache_has_none(unpack: Unpack) -> None:
+    assert cache_bytes(unpack("vm_without_topology")) == 0
+
+
+def test_cpu_model_is_what_kernels_depend_on_and_no_frequency(unpack: Unpack) -> None:
+    text = "processor\t: {}\nmodel name\t: AMD EPYC\ncpu MHz\t\t: {}\nflags\t\t: fma avx2\n\n"
+    path = "proc/cpuinfo"
+    first = cpu_model(unpack("", {path: text.format(0, 2600) + text.format(1, 2900)}))
+    assert first == "model name\t: AMD EPYC\nflags\t\t: fma avx2"
+    assert cpu_model(unpack("", {path: text.format(0, 3100) + text.format(1, 1500)})) == first
+
+
+def test_cpu_model_of_two_kinds_of_cores_has_both(unpack: Unpack) -> None:
+    text = "CPU implementer\t: 0x41\nCPU part\t: {}\n"
+    found = cpu_model(unpack("", {"proc/cpuinfo": text.format("0xd05") + text.format("0xd41")}))
+    assert found == "CPU implementer\t: 0x41\nCPU part\t: 0xd05\nCPU part\t: 0xd41"
+
+
+@pytest.mark.parametrize(
+    ("printed", "n_cores"),
+    [
+        # An M1 Pro, a Mac with an Intel CPU, and one that tells nothing.
+        ("hw.perflevel0.physicalcpu: 8\nhw.physicalcpu: 10\n", 8),
+        ("hw.physicalcpu: 6\nmachdep.cpu.brand_string: Intel(R) Core(TM) i7-9750H\n", 6),
+        ("", 1),
+        ("hw.physicalcpu: many\n", 1),
+    ],
+)
+def test_a_mac_computes_on_its_performance_cores(printed: str, n_cores: int) -> None:
+    found = darwin_topology(parse_sysctl(printed))
+    assert found.physical_performance_cpus == tuple(range(n_cores))
+    assert (found.default_threads, found.efficiency_cpus, found.quota_cpus) == (n_cores, (), None)
+
+
+def test_values_of_sysctl_may_hold_colons() -> None:
+    printed = "machdep.cpu.brand_string: Apple M1 Pro: rev 2\n"
+    assert parse_sysctl(printed) == {CPU_MODEL: "Apple M1 Pro: rev 2"}
