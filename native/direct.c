@@ -11,6 +11,18 @@
 
 _Static_assert(sizeof(off_t) == 8 && sizeof(size_t) == 8, "a 64-bit system");
 
+#ifndef POSIX_FADV_DONTNEED
+/* macOS has no such advice: what is read through the page cache stays there. */
+enum { POSIX_FADV_RANDOM, POSIX_FADV_DONTNEED };
+
+static inline int
+posix_fadvise(int fd, off_t offset, off_t len, int advice)
+{
+    (void)fd, (void)offset, (void)len, (void)advice;
+    return ENOTSUP;
+}
+#endif
+
 /* Where the kernel does not tell: the largest logical block of common disks. */
 #define DEFAULT_BLOCK_BYTES ((size_t)4096)
 
@@ -45,6 +57,24 @@ read_once(const struct direct_file *file, void *data, size_t len, uint64_t offse
     } while (n < 0 && errno == EINTR);
     return n < 0 ? -errno : n;
 }
+
+#ifdef F_NOCACHE
+
+/* Make reads of file direct. fcntl(2) of macOS: data caching is turned off for the
+ * descriptor; blocks need no alignment, whole pages are read without a copy. */
+static int
+start_direct(struct direct_file *file)
+{
+    if (fcntl(file->fd, F_NOCACHE, 1) < 0) {
+        return errno == ENOTSUP ? 0 : -errno;
+    }
+    file->block_bytes = DEFAULT_BLOCK_BYTES;
+    file->memory_align_bytes = DEFAULT_BLOCK_BYTES;
+    file->is_direct = true;
+    return 0;
+}
+
+#else
 
 /* Set the alignments that direct reads of file need. False: there are no such reads. */
 static bool
@@ -101,6 +131,8 @@ start_direct(struct direct_file *file)
     }
     return fcntl(file->fd, F_SETFL, status) < 0 ? -errno : 0;
 }
+
+#endif
 
 int
 direct_open(struct direct_file *file, const char *path, unsigned flags)

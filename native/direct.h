@@ -4,7 +4,8 @@
  * memory. Knows nothing of threads (see readers.h), of tensors, or of Python.
  *
  * Failures are negative errno values. One open file may be read from several threads at
- * once; opening and closing it belong to one thread. Linux, 64 bits.
+ * once; opening and closing it belong to one thread. 64 bits; Linux, and macOS, where it
+ * was never run.
  */
 
 #ifndef HEADRACE_DIRECT_H
