@@ -51,6 +51,12 @@ def start_backend() -> None:
     c.llama_backend_init()
 
 
+def library() -> ctypes.CDLL:
+    """Return llama.cpp's library, which has ggml's functions too."""
+    loaded: ctypes.CDLL = c._lib
+    return loaded
+
+
 def streaming_functions() -> Functions:
     """Return the addresses of ggml's functions that a WeightStream calls."""
     names = (

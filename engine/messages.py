@@ -1,7 +1,8 @@
 """All that crosses the border between the server process and an engine process.
 
 A frame is a 4-byte little-endian length and MessagePack: one Command (to the engine), or a list of
-Events (from it): those of one step for all sequences. Weights, logits and KV never cross.
+Events (from it): those of one step for all sequences. Weights, logits and KV never cross. A process
+that measures gets one Measure, and answers with Findings.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+
+from headrace.engine.profile import DiskProfile, GpuDevice, KernelSpeed
 
 DoneReason = Literal["stop", "length", "cancelled"]
 Mode = Literal["auto", "full-resident", "expert-streaming", "dense-ffn-streaming"]
@@ -200,9 +203,47 @@ class Counted(Message, frozen=True, kw_only=True):
     n_tokens: tuple[int, ...]
 
 
+class Measure(Message, frozen=True, kw_only=True):
+    """Measure this machine, with so many compute threads; the only command of such a process."""
+
+    n_threads: int
+    cpus: tuple[int, ...]
+    """CPUs that compute threads are pinned to; empty: not pinned."""
+    types: tuple[tuple[str, int], ...]
+    """Names and numbers of the tensor types whose kernels are measured."""
+    memory_and_gpus: bool
+    path: str
+    """A file on the disk that is measured; "" for none."""
+
+
+class Measuring(Message, frozen=True):
+    """What is being measured now, for people who wait."""
+
+    what: str
+
+
+class Measured(Message, frozen=True, kw_only=True):
+    """All that was asked for."""
+
+    memory_bytes_per_s: float | None
+    gpus: tuple[GpuDevice, ...] | None
+    kernels: tuple[KernelSpeed, ...]
+    disk: DiskProfile | None
+
+
+class MeasureFailed(Message, frozen=True):
+    """Something could not be measured; the message of an EngineError."""
+
+    message: str
+
+
 Command = Load | Generate | Count | Cancel
 Event = Loaded | LoadFailed | ContextChanged | Accepted | Token | Done | Failed | Counted
+
+Finding = Measuring | Measured | MeasureFailed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 decode_events: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(list[Event])
+decode_measure: msgspec.msgpack.Decoder[Measure] = msgspec.msgpack.Decoder(Measure)
+decode_finding: msgspec.msgpack.Decoder[Finding] = msgspec.msgpack.Decoder(Finding)

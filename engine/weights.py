@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from headrace.engine.errors import ModelFileError
-from headrace.native import Reader
+from headrace.native import Reader as Reader
 from headrace.native import Stream as Stream
 from headrace.native import StreamStats as StreamStats
 

@@ -1,0 +1,85 @@
+"""Main of a process that measures this machine and ends.
+
+Started as `python -m headrace.engine.measure FD`. In: one Measure on the socket. Out: Findings, the
+last of which is Measured or MeasureFailed. End of file on the socket means that nobody waits any
+more: the process ends too, with the measurement at hand.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+from headrace.engine.disk_speed import measure_disk
+from headrace.engine.errors import EngineError
+from headrace.engine.frames import frame, read_frames
+from headrace.engine.hardware import cache_bytes
+from headrace.engine.loading import pin
+from headrace.engine.memory import this_memory
+from headrace.engine.messages import (
+    Finding,
+    Measure,
+    Measured,
+    MeasureFailed,
+    Measuring,
+    decode_measure,
+    encode,
+)
+from headrace.engine.openmp import installed_environment
+from headrace.engine.profile import GpuDevice, KernelSpeed
+
+
+def main() -> None:
+    """Measure what is asked for on the socket whose descriptor is the first argument."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    try:
+        for data in read_frames(connection):
+            _send(connection, _result(decode_measure.decode(data), connection))
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+
+
+def _result(wanted: Measure, connection: socket.socket) -> Finding:
+    try:
+        return _measure(wanted, connection)
+    except EngineError as error:
+        return MeasureFailed(str(error))
+
+
+def _measure(wanted: Measure, connection: socket.socket) -> Measured:
+    memory_bytes_per_s: float | None = None
+    gpus: tuple[GpuDevice, ...] | None = None
+    kernels: list[KernelSpeed] = []
+    disk = None
+    if wanted.path:
+        _send(connection, Measuring("the disk"))
+        disk = measure_disk(Path(wanted.path))
+    pin(wanted.cpus)
+    if wanted.types or wanted.memory_and_gpus:
+        for name, value in installed_environment().items():
+            os.environ.setdefault(name, value)
+        # Only now: the OpenMP library reads its environment when llama.cpp loads it.
+        from headrace.engine import compute_speed, ggml, llama
+
+        llama.start_backend()
+        memory = compute_speed.working_memory(cache_bytes(Path("/")), this_memory().available_bytes)
+        if wanted.memory_and_gpus:
+            _send(connection, Measuring("memory"))
+            memory_bytes_per_s = compute_speed.memory_bytes_per_s(memory, wanted.n_threads)
+            gpus = ggml.list_gpus()
+        for name, type_id in wanted.types:
+            _send(connection, Measuring(f"kernels of {name}"))
+            kernels.append(compute_speed.kernel_speed(memory, name, type_id, wanted.n_threads))
+    return Measured(
+        memory_bytes_per_s=memory_bytes_per_s, gpus=gpus, kernels=tuple(kernels), disk=disk
+    )
+
+
+def _send(connection: socket.socket, finding: Finding) -> None:
+    connection.sendall(frame(encode(finding)))
+
+
+if __name__ == "__main__":
+    main()
