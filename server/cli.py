@@ -35,6 +35,8 @@ usage: headrace serve MODEL.gguf ... [--FLAG VALUE ...]
        headrace run MODEL.gguf [--prompt TEXT] [--FLAG VALUE ...]
        headrace bench MODEL.gguf [--baseline] [--FLAG VALUE ...]
        headrace inspect MODEL.gguf [--tensors] [--json] [--FLAG VALUE ...]
+       headrace profile [MODEL.gguf] [--force] [--json]
+       headrace iobench MODEL.gguf [--json]
        headrace checksum FILE ...  SHA-256 of model files
        headrace COMMAND --help     all flags of a command
        headrace --version
@@ -63,6 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 from headrace.server.commands import inspect
 
                 return inspect.main(arguments, os.environ)
+            case ["profile", *arguments]:
+                from headrace.server.commands import profile
+
+                return profile.main(arguments)
+            case ["iobench", *arguments]:
+                from headrace.server.commands import iobench
+
+                return iobench.main(arguments)
             case ["checksum", *arguments]:
                 from headrace.server import checksum
 

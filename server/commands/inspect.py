@@ -8,7 +8,6 @@ nothing and measures nothing.
 from __future__ import annotations
 
 import io
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ import msgspec
 from rich.console import Console
 
 from headrace.config.settings import FlagParser, resolve
+from headrace.engine.disk import locate
 from headrace.engine.hardware import Topology, this_machine
 from headrace.engine.library import Model
 from headrace.engine.loading import budget_bytes
@@ -77,6 +77,6 @@ def _parse(arguments: Sequence[str]) -> Namespace:
 def _measured(load: Load, topology: Topology, path: Path) -> tuple[Profile, DiskProfile] | None:
     """Return what was measured of this machine and of the disk that holds path, if both were."""
     profile = read_profile(read_facts(topology, load.n_threads).key)
-    device = path.stat().st_dev
-    disk = profile and profile.disk(f"{os.major(device)}:{os.minor(device)}")
+    device, _ = locate(path)
+    disk = profile and profile.disk(device)
     return (profile, disk) if profile and disk else None

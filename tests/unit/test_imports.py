@@ -18,15 +18,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server": {"config", "engine"},
 }
 NEAR_SIDE = {
-    "chat", "client", "errors", "forecast", "gguf", "gguf_source", "hardware", "library",
-    "messages", "openmp", "placement", "profile", "profile_cache", "routing", "template", "tensors",
+    "cache_files", "chat", "client", "disk", "errors", "forecast", "gguf", "gguf_source",
+    "hardware", "library", "memory", "messages", "openmp", "placement", "profile", "profile_cache",
+    "profiling", "routing", "template", "tensors",
 }  # fmt: skip
 # Commands that are a process of their own; cli.py imports them when they are asked for.
 IN_PROCESS = {ROOT / "server" / "checksum.py", *(ROOT / "server" / "commands").glob("*.py")}
 NEVER_IN_SERVER = (
-    "llama_cpp", "headrace.native", "headrace.engine.engine", "headrace.engine.kv_cache",
-    "headrace.engine.llama", "headrace.engine.loading", "headrace.engine.sequence",
-    "headrace.engine.streaming", "headrace.engine.weights", "headrace.engine.worker",
+    "llama_cpp", "headrace.native", "headrace.engine.compute_speed", "headrace.engine.disk_speed",
+    "headrace.engine.engine", "headrace.engine.ggml", "headrace.engine.kv_cache",
+    "headrace.engine.llama", "headrace.engine.loading", "headrace.engine.measure",
+    "headrace.engine.sequence", "headrace.engine.streaming", "headrace.engine.weights",
+    "headrace.engine.worker",
 )  # fmt: skip
 ALONE_IMPORTS = {"llama_cpp": "llama.py", "headrace.native": "weights.py"}
 
@@ -120,7 +123,10 @@ def test_engine_init_brings_nothing_along() -> None:
 
 
 def test_the_server_process_loads_no_far_side() -> None:
-    code = "import sys, headrace.server.cli, headrace.server.app; print(*sys.modules)"
+    code = (
+        "import sys, headrace.server.cli, headrace.server.app, headrace.engine.profiling,"
+        " headrace.server.commands.profile; print(*sys.modules)"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = run.stdout.split()
     assert "headrace.engine.client" in loaded
