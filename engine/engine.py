@@ -19,6 +19,7 @@ from headrace.engine.errors import (
     PromptTooLong,
     WeightsUnreadable,
 )
+from headrace.engine.governor import PERIOD_S, Watch
 from headrace.engine.kv_cache import KVCache
 from headrace.engine.llama import Batch, Context, Model, Sampler
 from headrace.engine.logprobs import token_logprob
@@ -34,6 +35,7 @@ from headrace.engine.messages import (
     Token,
 )
 from headrace.engine.placement import ContextPlan
+from headrace.engine.pressure import Gauge
 from headrace.engine.scheduler import plan_step
 from headrace.engine.sequence import Sequence, State
 from headrace.engine.weights import StreamStats
@@ -78,6 +80,9 @@ class Engine:
         self._prefill_tokens_per_s = 0.0
         self._batch = Batch(max(load.n_batch, load.n_slots + 1))
         self._open_context(plan_context(load.n_ctx))
+        stream = model.stream
+        has_cache = stream is not None and stream.least_share < 1
+        self._watch = Watch(stream, Gauge()) if stream is not None and has_cache else None
 
     # ---- any thread ----
 
@@ -118,6 +123,8 @@ class Engine:
 
     def step(self) -> None:
         """Admit what fits, evaluate one pass of decode tokens and one chunk of a prompt."""
+        if self._watch is not None:
+            self._watch.check()
         self._admit()
         plan = plan_step(
             self._running, self._load.n_batch, self._prefill_tokens_per_s,
@@ -140,6 +147,8 @@ class Engine:
         for sequence in [*self._running, *self._waiting]:
             if sequence.sampler is not None:
                 sequence.sampler.close()
+        if self._watch is not None:
+            self._watch.close()
         self._context.close()
         self._batch.close()
         self.model.close()
@@ -147,9 +156,10 @@ class Engine:
     def _receive(self) -> None:
         """Take in all that was submitted; wait for something when there is nothing to do."""
         is_idle = not self._running and not self._waiting and not self._uses_idle_time()
+        patience_s = PERIOD_S if self._watch is not None else None
         while True:
             try:
-                item = self._inbox.get(block=is_idle)
+                item = self._inbox.get(is_idle, patience_s)
             except queue.Empty:
                 break
             is_idle = False

@@ -56,7 +56,13 @@ class WeightStream:
         """
         self._path = header.path
         self._blocks = [block for blocks in plan.expert_blocks for block in blocks]
-        self._n_records = sum(plan.pool_records)
+        self._pool_records = self._planned_records = plan.pool_records
+        # A batch may use all experts of a block; where fewer were planned it is as short as that.
+        self._least_records = tuple(
+            min(n, blocks[0].n_experts)
+            for n, blocks in zip(plan.pool_records, plan.expert_blocks, strict=True)
+        )
+        self._planned_bytes = 0
         self._to_fill: list[int] = []
         self._n_hits = self._n_misses = 0
         self.patterns = _patterns(plan.streamed)
@@ -97,6 +103,7 @@ class WeightStream:
             else:
                 reason = f"no memory to stream weights: {str(error.strerror).lower()}"
             raise ModelUnusable(f"{self._path}: {reason}") from error
+        self._planned_bytes = self.native.stats().resident_bytes if self._blocks else 0
 
     def load_error(self) -> str | None:
         """Return why loading failed, if a read did."""
@@ -115,7 +122,7 @@ class WeightStream:
         for place, block_counts in zip(in_order, usage.counts, strict=True):
             counts[place] = block_counts
         flat = np.concatenate(counts)
-        best = np.argsort(-flat, kind="stable")[: self._n_records]
+        best = np.argsort(-flat, kind="stable")[: sum(self._pool_records)]
         self._to_fill = [int(i) for i in best[::-1] if flat[i] > 0]
 
     def fill(self) -> bool:
@@ -130,6 +137,34 @@ class WeightStream:
         if not self.native.fill(chunk):
             self._to_fill.clear()
         return bool(self._to_fill)
+
+    @property
+    def planned_bytes(self) -> int:
+        """The memory of all records that were planned; after start."""
+        return self._planned_bytes
+
+    @property
+    def least_share(self) -> float:
+        """The part of the planned records below which a batch may not find room; 1: no records."""
+        shares = zip(self._least_records, self._planned_records, strict=True)
+        return max((least / n for least, n in shares), default=1.0)
+
+    def resize(self, share: float) -> None:
+        """Use a share of the planned records from now on; between steps.
+
+        Raises:
+            MemoryError: there is no memory for so many; as many as before are used.
+        """
+        records = tuple(
+            max(least, min(n, round(share * n)))
+            for least, n in zip(self._least_records, self._planned_records, strict=True)
+        )
+        for pool, n in enumerate(records):
+            try:
+                self.native.resize(pool, n)
+            except OSError as error:
+                raise MemoryError(f"{n} expert records: {error.strerror}") from error
+        self._pool_records = records
 
     def learn(self, before: StreamStats) -> None:
         """Note a step of decode tokens, which began with the counters before."""
@@ -149,7 +184,7 @@ class WeightStream:
         counts = np.split(uses, np.cumsum(lengths)[:-1])
         in_order = sorted(range(len(lengths)), key=lambda i: self._blocks[i].block)
         return ExpertUsage(
-            tuple(counts[i] for i in in_order), self._n_records / sum(lengths),
+            tuple(counts[i] for i in in_order), sum(self._pool_records) / sum(lengths),
             self._n_hits / n_chosen,
         )  # fmt: skip
 

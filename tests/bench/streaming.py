@@ -59,10 +59,12 @@ CASES = (
 class Cgroup:
     """A cgroup of ours with a memory limit and no swap; version 1 or 2."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, name: str = "") -> None:
         root = Path("/sys/fs/cgroup")
         self.is_v2 = (root / "cgroup.controllers").exists()
-        self.folder = (root if self.is_v2 else root / "memory") / f"headrace-bench-{os.getpid()}"
+        self.folder = (
+            root if self.is_v2 else root / "memory"
+        ) / f"headrace-bench-{os.getpid()}{name}"
         self.folder.mkdir()
         limit = "memory.max" if self.is_v2 else "memory.limit_in_bytes"
         (self.folder / limit).write_text(str(limit_bytes))
