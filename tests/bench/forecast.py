@@ -20,7 +20,7 @@ from typing import Any
 from big_models import DENSE, MOE, build_big
 from reporting import report, smollm2
 
-N_TOKENS = 64
+N_TOKENS = {"smollm2": 64, "dense": 24, "moe": 64}
 BUDGETS: dict[str, tuple[str, ...]] = {
     "smollm2": ("0",), "dense": ("0", "3GiB", "2.5GiB", "2GiB"), "moe": ("6GiB", "4GiB", "3GiB"),
 }  # fmt: skip
@@ -45,13 +45,14 @@ def main() -> None:
 def compare(name: str, path: Path, budget: str, environ: dict[str, str]) -> None:
     """Report the forecast of one model in one budget, and how right it was."""
     flags = (str(path), "--memory", budget, "--context", "1024", "--json")
-    tests = ("-p", "16", "-n", str(N_TOKENS), "-r", "1")
+    n_tokens = N_TOKENS[name]
+    tests = ("-p", "16", "-n", str(n_tokens), "-r", "1")
     said = measured = 0.0
     for _ in range(2):
         inspection = headrace("inspect", *flags, environ=environ)
         said = inspection["forecast"]["decode_tokens_per_s"]
         speeds = headrace("bench", *flags, *tests, environ=environ)["headrace"]["tokens_per_s"]
-        measured = speeds[f"tg{N_TOKENS} warm"]["median"]
+        measured = speeds[f"tg{n_tokens} warm"]["median"]
     what = f"{name}, --memory {budget}, {inspection['plan']['mode']}: measured / forecast"
     report(
         what, [measured / said], "ratio", measured=round(measured, 3), forecast=round(said, 3),
