@@ -1,6 +1,6 @@
 #define _POSIX_C_SOURCE 199309L  /* clock_gettime */
 
-#include "callback.h"
+#include "callback_private.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -10,15 +10,6 @@
 
 /* llama-graph.cpp, build_moe_ffn */
 static const char chosen_prefix[] = "ffn_moe_topk-";
-static const char logits_prefix[] = "ffn_moe_logits-";
-/* what each model's graph calls the output of a layer */
-static const char output_prefix[] = "l_out-";
-
-/* More tokens than this choose so many experts that guesses of all would be in the way. */
-#define MAX_GUESS_TOKENS 4u
-
-/* From so many choices for each expert on, nearly all are chosen by one token or another. */
-#define ALL_CHOSEN 3u
 
 void
 callback_init(struct callback *callback, const struct ggml_functions *ggml,
@@ -37,10 +28,9 @@ callback_deinit(struct callback *callback)
     free(callback->state);
 }
 
-/* Return the streamed layer of the node that prefix and a block's number name, or NULL. */
-static struct callback_layer *
-layer_of(const struct callback *callback, const struct ggml_tensor *node,
-         const char *prefix)
+struct callback_layer *
+callback_layer_of(const struct callback *callback, const struct ggml_tensor *node,
+                  const char *prefix)
 {
     size_t n = strlen(prefix);
     if (strncmp(node->name, prefix, n) != 0) {
@@ -163,106 +153,13 @@ is_view(const struct ggml_tensor *node)
 }
 
 static bool
-is_host_f32(const struct ggml_tensor *tensor)
-{
-    return tensor->type == GGML_TYPE_F32 && tensor->buffer != NULL
-           && tensor->buffer->type->iface.is_host != NULL
-           && tensor->buffer->type->iface.is_host(tensor->buffer->type)
-           && tensor->nb[0] == sizeof(float)
-           && tensor->nb[1] == (size_t)tensor->ne[0] * sizeof(float);
-}
-
-/* Note what a layer chooses its experts by, for guesses. */
-static void
-note_router(struct callback_layer *layer, const struct ggml_tensor *node)
-{
-    const struct ggml_tensor *router = node->src[0];
-    const struct ggml_tensor *state = node->src[1];
-    bool is_known = node->op == GGML_OP_MUL_MAT && is_host_f32(router)
-                    && is_host_f32(state) && router->ne[0] == state->ne[0]
-                    && router->ne[1] == (int64_t)layer->n_experts;
-    layer->router = is_known ? router : NULL;
-    layer->state = is_known ? state : NULL;
-    const struct ggml_tensor *norm = state->op == GGML_OP_MUL ? state->src[1] : NULL;
-    bool is_norm = is_known && norm != NULL && is_host_f32(norm)
-                   && norm->ne[0] == router->ne[0] && norm->ne[1] == 1;
-    layer->norm = is_norm ? norm : NULL;
-}
-
-/* Have the experts read that layer is likely to choose for the tokens of state, which the
- * weights of norm, if any, are to be applied to. */
-static void
-guess(struct callback *callback, const struct callback_layer *layer,
-      const struct ggml_tensor *state, const struct ggml_tensor *norm, size_t n_guesses)
-{
-    const struct ggml_tensor *router = layer->router;
-    if (n_guesses == 0 || router == NULL || state == NULL || !is_host_f32(state)
-        || state->ne[0] != router->ne[0] || state->ne[1] > MAX_GUESS_TOKENS) {
-        return;
-    }
-    size_t n_inputs = (size_t)state->ne[0];
-    if (norm != NULL && callback->n_state < n_inputs) {
-        free(callback->state);
-        callback->state = calloc(n_inputs, sizeof *callback->state);
-        callback->n_state = callback->state == NULL ? 0 : n_inputs;
-        if (callback->state == NULL) {
-            return;
-        }
-    }
-    int32_t experts[LOOKAHEAD_MAX_EXPERTS];
-    for (int64_t i = 0; i < state->ne[1]; i++) {
-        const float *row = (const float *)state->data + (size_t)i * n_inputs;
-        if (norm != NULL) {
-            for (size_t k = 0; k < n_inputs; k++) {
-                callback->state[k] = row[k] * ((const float *)norm->data)[k];
-            }
-            row = callback->state;
-        }
-        size_t n = lookahead(router->data, n_inputs, layer->n_experts, row, n_guesses,
-                             experts);
-        pool_guess(layer->pool, layer->pool_layer, experts, n);
-    }
-}
-
-/* The layer behind layer, which has just chosen: what it chose by tells something. */
-static void
-guess_early(struct callback *callback, const struct callback_layer *layer, size_t n_used,
-            size_t n_tokens)
-{
-    const struct callback_layer *next = layer->next;
-    if (next != NULL && n_used * n_tokens >= (size_t)ALL_CHOSEN * next->n_experts) {
-        pool_guess_all(next->pool, next->pool_layer);
-    } else if (next != NULL) {
-        guess(callback, next, layer->state, NULL,
-              lookahead_n_early(&callback->trial, n_used));
-    }
-}
-
-/* Return the layer that is guessed for when node, the output of the one before it, is
- * computed: only attention is missing then. NULL: none is. */
-static const struct callback_layer *
-guessed_after(const struct callback *callback, const struct ggml_tensor *node)
-{
-    if (!callback->is_short || lookahead_n_late(&callback->trial, 1) == 0) {
-        return NULL;
-    }
-    const struct callback_layer *layer = layer_of(callback, node, output_prefix);
-    const struct callback_layer *next = layer == NULL ? NULL : layer->next;
-    bool is_known = next != NULL && layer == callback->at_hand && next->norm != NULL;
-    return is_known ? next : NULL;
-}
-
-static bool
 before(struct callback *callback, struct ggml_tensor *node)
 {
-    if (layer_of(callback, node, chosen_prefix) != NULL
-        || guessed_after(callback, node) != NULL) {
+    if (callback_layer_of(callback, node, chosen_prefix) != NULL
+        || callback_guesses_after(callback, node)) {
         return true;
     }
-    struct callback_layer *routed = layer_of(callback, node, logits_prefix);
-    if (routed != NULL) {
-        note_router(routed, node);
-    }
+    callback_note_router(callback, node);
     if (is_view(node) || (node->flags & GGML_TENSOR_FLAG_COMPUTE) == 0) {
         return false;
     }
@@ -322,10 +219,10 @@ take(struct callback *callback, struct callback_layer *layer,
     callback->at_hand = layer;
     error = pool_take(layer->pool, layer->pool_layer, callback->experts, n_used * n_tokens,
                       callback->records);
-    callback->is_short = n_tokens <= MAX_GUESS_TOKENS;
+    callback->is_short = n_tokens <= CALLBACK_MAX_GUESS_TOKENS;
     callback->n_used = n_used;
     if (error == 0) {
-        guess_early(callback, layer, n_used, n_tokens);
+        callback_guess_early(callback, layer, n_tokens);
     }
     return error;
 }
@@ -339,12 +236,8 @@ after(struct callback *callback, const struct ggml_tensor *node)
     if (callback->fault.read.error != 0) {
         return;
     }
-    const struct callback_layer *guessed = guessed_after(callback, node);
-    if (guessed != NULL) {
-        guess(callback, guessed, node, guessed->norm,
-              lookahead_n_late(&callback->trial, callback->n_used));
-    }
-    struct callback_layer *layer = layer_of(callback, node, chosen_prefix);
+    callback_guess_late(callback, node);
+    struct callback_layer *layer = callback_layer_of(callback, node, chosen_prefix);
     if (layer == NULL) {
         return;
     }
