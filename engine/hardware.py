@@ -81,7 +81,8 @@ def this_machine() -> Topology:
     """Return the topology of the CPUs that this process may run on."""
     if sys.platform == "darwin":
         return darwin_topology(darwin.read_sysctl())
-    return read_topology(Path("/"), frozenset(os.sched_getaffinity(0)))
+    # Of the main thread: the one that asks may be pinned.
+    return read_topology(Path("/"), frozenset(os.sched_getaffinity(os.getpid())))
 
 
 def darwin_topology(values: Mapping[str, str]) -> Topology:
