@@ -63,6 +63,11 @@ def format_bytes(n_bytes: int) -> str:
     return f"{n_bytes} B"
 
 
+def format_figure(number: float) -> str:
+    """Return number to three digits, or to the whole from 100 on; never with an exponent."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
 def parse_duration(value: str | float) -> float:
     """Return the seconds that value stands for; math.inf, forever, if it is negative.
 

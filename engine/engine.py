@@ -34,6 +34,7 @@ from headrace.engine.messages import (
     Load,
     Token,
 )
+from headrace.engine.pace import Pace
 from headrace.engine.placement import ContextPlan
 from headrace.engine.pressure import Gauge
 from headrace.engine.scheduler import plan_step
@@ -53,11 +54,13 @@ class Engine:
     """Runs requests on one model; everything but submit, cancel and stop is its own thread's."""
 
     def __init__(
-        self, model: Model, load: Load, plan_context: PlanContext, emit: Emit, n_ubatch: int = 0
-    ) -> None:
+        self, model: Model, load: Load, plan_context: PlanContext, emit: Emit, n_ubatch: int = 0,
+        pace: Pace | None = None,
+    ) -> None:  # fmt: skip
         """Take over model and make its first context; plan_context plans one for a wanted n_ctx.
 
-        n_ubatch, if not 0, is the physical batch that a forward pass is cut into.
+        n_ubatch, if not 0, is the physical batch that a forward pass is cut into; pace is told of
+        what could be measured.
 
         Raises:
             ModelUnusable: the context can't be made.
@@ -68,6 +71,7 @@ class Engine:
         self._plan_context = plan_context
         self._emit = emit
         self._n_ubatch = n_ubatch
+        self.pace = pace or Pace()
         self._stream_marks: dict[int, StreamStats] = {}
         self._inbox: queue.SimpleQueue[tuple[Generate, list[int]] | int | None] = (
             queue.SimpleQueue()
@@ -311,6 +315,10 @@ class Engine:
             return
         if stream is not None and before is not None:
             stream.learn(before)
+        if len(self._running) == 1:
+            self.pace.step(sequences[0].uid)
+        else:
+            self.pace.interrupt()
         for i, sequence in enumerate(sequences):
             self._cache.extend(sequence.seq_id, sequence.tokens[-1:])
             sequence.n_past += 1
@@ -322,6 +330,7 @@ class Engine:
         chunk = sequence.tokens[first : first + n_tokens]
         is_last = first + len(chunk) == len(sequence.tokens)
         self._batch.fill_prompt(chunk, first, sequence.seq_id, is_last)
+        self.pace.interrupt()
         started = time.perf_counter()
         if not self._evaluate([sequence]):
             return
@@ -329,6 +338,8 @@ class Engine:
         sequence.n_past += len(chunk)
         if is_last:
             sequence.move("prefilled")
+            if sequence.n_generated == 0 and len(self._running) == 1:
+                self.pace.start(sequence.uid)
             if sequence.n_predict > 0:
                 self._sample(sequence, len(chunk) - 1)
             else:

@@ -12,19 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
 from headrace.engine.errors import EngineError
-from headrace.engine.gguf import Tensor
-from headrace.engine.messages import Mode
-from headrace.engine.placement import N_IO_THREADS, WeightsPlan
+from headrace.engine.gguf import Header, Tensor
+from headrace.engine.messages import Forecast, Limit, Load, MoreMemory
+from headrace.engine.placement import N_IO_THREADS, WeightsPlan, plan_model
 from headrace.engine.profile import DiskProfile, KernelSpeed, Profile
 from headrace.engine.routing import ExpertUsage, Routing
 from headrace.engine.tensors import TensorTable
-
-Limit = Literal["disk", "memory bandwidth", "compute"]
 
 N_PROMPT = 1000
 # More memory that is worth telling about, in percent.
@@ -57,34 +54,6 @@ _FLOATS = frozenset({"F32", "F16", "BF16"})
 # further off is another fault, such as a busy machine.
 _LEARNING = 0.75
 _LEAST_CORRECTION, _MOST_CORRECTION = 0.25, 4.0
-
-
-class MoreMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a larger budget would give."""
-
-    budget_bytes: int
-    mode: Mode
-    decode_tokens_per_s: float
-    limit: Limit
-
-
-class Forecast(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is expected of a model before it is loaded."""
-
-    decode_tokens_per_s: float
-    ttft_s_per_1000_tokens: float
-    load_s: float
-    limit: Limit
-    """What decoding waits for most."""
-    read_bytes_per_token: float
-    expert_hit_rate: float | None
-    """None: no experts are streamed."""
-    hit_rate_source: Literal["learnt", "prior"] | None
-    correction: float
-    """What decode_tokens_per_s was multiplied by, learnt from earlier runs."""
-    unmeasured_types: tuple[str, ...]
-    """Types of weights that the profile lacks; they count as the slowest that it has."""
-    more_memory: tuple[MoreMemory, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +100,26 @@ def forecast(
         unmeasured_types=tuple(name for name in types if profile.kernel(name) is None),
         more_memory=tuple(model.more_memory(*other, correction) for other in larger),
     )
+
+
+def at_disk_speed(load: Load, disk: DiskProfile) -> Load:
+    """Return load with the speed of disk as streaming reads it, unless load has one already."""
+    if load.disk_bytes_per_s:
+        return load
+    speed = disk.bytes_per_s(_PIECE_BYTES, N_IO_THREADS, is_random=False)
+    return msgspec.structs.replace(load, disk_bytes_per_s=speed)
+
+
+def forecast_load(
+    header: Header, table: TensorTable, load: Load, plan: WeightsPlan, budget_bytes: int,
+    profile: Profile, disk: DiskProfile, *, usage: ExpertUsage | None, correction: float,
+) -> Forecast:  # fmt: skip
+    """Return what to expect of a model that is loaded by plan, and of one with larger budgets."""
+    budgets = [budget_bytes * (100 + percent) // 100 for percent in MORE_PERCENT]
+    larger = [(budget, plan_model(header, table, load, budget)) for budget in budgets]
+    return forecast(
+        profile, disk, table, plan, usage=usage, correction=correction, larger=larger
+    )  # fmt: skip
 
 
 def calibrate(forecast: Forecast, measured_tokens_per_s: float) -> float:

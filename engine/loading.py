@@ -16,12 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.engine import placement
+from headrace.engine.corrections import keep_correction, read_corrections
+from headrace.engine.forecast import at_disk_speed, calibrate, forecast_load
 from headrace.engine.gguf import Header, read_model
+from headrace.engine.hardware import this_machine
 from headrace.engine.memory import this_memory
-from headrace.engine.messages import Event, Load, Loaded
+from headrace.engine.messages import Event, Forecast, Load, Loaded, Tiers
 from headrace.engine.openmp import installed_environment
+from headrace.engine.pace import Pace
+from headrace.engine.profile import DiskProfile, Profile
+from headrace.engine.profile_cache import read_measured
 from headrace.engine.routing import ExpertUsage
-from headrace.engine.tensors import read_tensors
+from headrace.engine.tensors import TensorTable, read_tensors
 from headrace.engine.usage import keep_usage, read_usage
 
 if TYPE_CHECKING:
@@ -42,6 +48,9 @@ class LoadedEngine:
     budget_bytes: int
     usage: ExpertUsage | None
     """What was known of the experts before."""
+    profile_key: str
+    """Of the profile that the forecast is made of; "": there is none."""
+    forecast: Forecast | None
     load_ns: int
 
     @property
@@ -60,10 +69,22 @@ class LoadedEngine:
             weights_bytes=model.size_bytes,
             context_bytes=engine.plan.n_bytes,
             load_ns=self.load_ns,
+            tiers=Tiers(
+                mode=self.plan.mode,
+                budget_bytes=self.budget_bytes,
+                resident_bytes=self.plan.resident_bytes,
+                stream_bytes=self.plan.stream_bytes,
+                streamed_bytes=sum(tensor.n_bytes for tensor in self.plan.streamed),
+            ),
+            forecast=self.forecast,
         )
 
-    def keep_usage(self) -> None:
-        """Write down what was learnt of the experts; when the engine has stopped."""
+    def keep_learnt(self) -> None:
+        """Write down what was learnt of experts and speed; when the engine has stopped."""
+        measured = self.engine.pace.tokens_per_s
+        if self.forecast is not None and measured is not None:
+            correction = calibrate(self.forecast, measured)
+            keep_correction(self.header, self.profile_key, self.plan.mode, correction)
         stream = self.engine.model.stream
         usage = None if stream is None else stream.usage()
         if usage is not None:
@@ -89,16 +110,23 @@ def load_engine(
     header = read_model(Path(load.path), weights.open_direct)
     budget = budget_bytes(load)
     table = read_tensors(header)
+    measured = read_measured(this_machine(), load.n_threads, header.path)
+    if measured is not None:
+        load = at_disk_speed(load, measured[1])
     plan = placement.plan_model(header, table, load, budget)
     logger.info("%s", placement.describe(plan, budget))
+    usage = read_usage(header, table.experts) if plan.expert_blocks else None
+    expected = _forecast(header, table, load, plan, budget, measured, usage)
     llama.start_backend()
     model = _load_model(header, plan, repacks=repacks)
-    usage = read_usage(header, table.experts) if plan.expert_blocks else None
     if model.stream is not None and usage is not None:
         model.stream.expect(usage)
     plan_context = partial(placement.plan_model_context, header, load, plan, budget)
-    made = engine.Engine(model, load, plan_context, emit, n_ubatch=plan.n_ubatch)
-    return LoadedEngine(made, load, header, plan, budget, usage, time.perf_counter_ns() - started)
+    pace = Pace(expected.decode_tokens_per_s if expected else None)
+    made = engine.Engine(model, load, plan_context, emit, n_ubatch=plan.n_ubatch, pace=pace)
+    profile_key = measured[0].key if measured else ""
+    load_ns = time.perf_counter_ns() - started
+    return LoadedEngine(made, load, header, plan, budget, usage, profile_key, expected, load_ns)
 
 
 def budget_bytes(load: Load) -> int:
@@ -111,6 +139,24 @@ def pin(cpus: tuple[int, ...]) -> None:
     """Keep the calling thread, and those that it will start, on cpus; empty means anywhere."""
     if cpus:
         os.sched_setaffinity(0, cpus)
+
+
+def _forecast(
+    header: Header, table: TensorTable, load: Load, plan: placement.WeightsPlan, budget_bytes: int,
+    measured: tuple[Profile, DiskProfile] | None, usage: ExpertUsage | None,
+) -> Forecast | None:  # fmt: skip
+    """Return what to expect of a model; nothing is measured for it here, that takes seconds."""
+    if measured is None:
+        logger.info(
+            "no forecast: this machine with %d threads, or the disk that holds the model, was not"
+            " measured yet; `headrace profile %s` does that, with as many threads as by default",
+            load.n_threads, header.path,
+        )  # fmt: skip
+        return None
+    correction = read_corrections(header, measured[0].key).get(plan.mode, 1.0)
+    return forecast_load(
+        header, table, load, plan, budget_bytes, *measured, usage=usage, correction=correction
+    )
 
 
 def _load_model(header: Header, plan: placement.WeightsPlan, *, repacks: bool) -> Model:

@@ -15,6 +15,7 @@ from headrace.engine.profile import DiskProfile, GpuDevice, KernelSpeed
 
 DoneReason = Literal["stop", "length", "cancelled"]
 Mode = Literal["auto", "full-resident", "expert-streaming", "dense-ffn-streaming"]
+Limit = Literal["disk", "memory bandwidth", "compute"]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -110,6 +111,48 @@ class Cancel(Message, frozen=True):
     uid: int
 
 
+class MoreMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a larger budget would give."""
+
+    budget_bytes: int
+    mode: Mode
+    decode_tokens_per_s: float
+    limit: Limit
+
+
+class Forecast(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is expected of a model before it is loaded."""
+
+    decode_tokens_per_s: float
+    ttft_s_per_1000_tokens: float
+    load_s: float
+    limit: Limit
+    """What decoding waits for most."""
+    read_bytes_per_token: float
+    expert_hit_rate: float | None
+    """None: no experts are streamed."""
+    hit_rate_source: Literal["learnt", "prior"] | None
+    correction: float
+    """What decode_tokens_per_s was multiplied by, learnt from earlier runs."""
+    unmeasured_types: tuple[str, ...]
+    """Types of weights that the profile lacks; they count as the slowest that it has."""
+    more_memory: tuple[MoreMemory, ...]
+
+
+class Tiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a loaded model's weights are."""
+
+    mode: Mode
+    budget_bytes: int
+    """Memory that everything may take."""
+    resident_bytes: int
+    """Weights that stay in memory."""
+    stream_bytes: int
+    """Memory of the expert cache or the ring."""
+    streamed_bytes: int
+    """Weights that are read from the disk when they are needed."""
+
+
 class Loaded(Message, frozen=True, kw_only=True):
     """The model is ready."""
 
@@ -125,6 +168,9 @@ class Loaded(Message, frozen=True, kw_only=True):
     weights_bytes: int
     context_bytes: int
     load_ns: int
+    tiers: Tiers
+    forecast: Forecast | None
+    """None: the machine, or the disk that holds the model, was not measured."""
 
 
 class LoadFailed(Message, frozen=True):

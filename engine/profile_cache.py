@@ -15,9 +15,10 @@ from pathlib import Path
 import msgspec
 
 from headrace.engine.cache_files import cache_folder, write_atomically
+from headrace.engine.disk import locate
 from headrace.engine.hardware import Topology, cpu_model
 from headrace.engine.memory import this_memory
-from headrace.engine.profile import Profile
+from headrace.engine.profile import DiskProfile, Profile
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,22 @@ def read_profile(key: str) -> Profile | None:
         )  # fmt: skip
         return None
     return file.profile
+
+
+def read_measured(
+    topology: Topology, n_threads: int, path: Path
+) -> tuple[Profile, DiskProfile] | None:
+    """Return what is kept of this machine and of the disk that holds path; None unless both are.
+
+    A profile without kernels tells nothing of a model either.
+
+    Raises:
+        ModelFileError: there is no file at path.
+    """
+    profile = read_profile(read_facts(topology, n_threads).key)
+    device, _ = locate(path)
+    disk = profile and profile.disk(device)
+    return (profile, disk) if profile and profile.kernels and disk else None
 
 
 def keep_profile(profile: Profile) -> None:

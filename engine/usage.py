@@ -32,12 +32,16 @@ class _Kept(msgspec.Struct, frozen=True):
     hit_rate: float
 
 
-def usage_path(header: Header) -> Path:
-    """Return the file that keeps the usage of a model: one for each tensor table and name."""
+def model_key(header: Header) -> str:
+    """Return a short name for what is learnt of a model: one for each tensor table and name."""
     name = header.metadata.get("general.name", "")
     tensors = [(t.name, t.type_id, t.shape, t.offset_bytes) for t in header.tensors]
-    digest = hashlib.sha256(repr((header.architecture, name, tensors)).encode()).hexdigest()
-    return cache_folder() / f"experts-{digest[:24]}.json"
+    return hashlib.sha256(repr((header.architecture, name, tensors)).encode()).hexdigest()[:24]
+
+
+def usage_path(header: Header) -> Path:
+    """Return the file that keeps the usage of a model."""
+    return cache_folder() / f"experts-{model_key(header)}.json"
 
 
 def read_usage(header: Header, blocks: tuple[ExpertBlock, ...]) -> ExpertUsage | None:

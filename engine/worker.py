@@ -88,7 +88,7 @@ class Worker:
         self._engine.stop()
         self._thread.join(timeout=2)
         if not self._thread.is_alive():
-            self._loaded.keep_usage()
+            self._loaded.keep_learnt()
 
     def _cancel(self, uid: int) -> None:
         task = self._tokenising.get(uid)

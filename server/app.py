@@ -25,6 +25,7 @@ from headrace.config import Settings
 from headrace.engine.errors import EngineError
 from headrace.engine.library import Model
 from headrace.server import info
+from headrace.server.announcement import announce
 from headrace.server.chat import chat
 from headrace.server.errors import Endpoint, Handler, ShuttingDown
 from headrace.server.generate import generate
@@ -149,7 +150,7 @@ async def _preload(
     """Load model and say so; end the server if that fails."""
     try:
         with models.lease(model) as lease:
-            await lease.loaded()
+            loaded = await lease.loaded()
     except ShuttingDown:
         return None
     except EngineError as error:
@@ -158,7 +159,8 @@ async def _preload(
     except Exception:  # a bug: serve raises it when the server has ended
         server.should_exit = True
         raise
-    logger.info("ready: %s answers on %s", model.name, url)
+    for line in announce(model, url, loaded.engine.loaded):
+        logger.info("%s", line)
     return None
 
 

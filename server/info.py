@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
+import msgspec
 import orjson
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -14,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from headrace.engine.errors import InvalidRequest, ModelNotFound
 from headrace.engine.library import Model, Name
 from headrace.server.errors import JSON_TYPE
-from headrace.server.models import Models
+from headrace.server.models import Models, Residence
 from headrace.server.schemas import ShowBody, decode
 
 Fields = dict[str, object]
@@ -40,21 +41,7 @@ async def tags(models: Models, _: Request) -> Response:
 
 async def ps(models: Models, _: Request) -> Response:
     """Answer GET /api/ps: the models in memory, the last to expire first."""
-    return _json(
-        {
-            "models": [
-                {
-                    **_identity(residence.model),
-                    "size": residence.n_bytes,
-                    "details": _details(residence.model),
-                    "expires_at": _local(residence.expires_at),
-                    "size_vram": 0,
-                    "context_length": residence.n_ctx,
-                }
-                for residence in models.residences()
-            ]
-        }
-    )
+    return _json({"models": [_resident(residence) for residence in models.residences()]})
 
 
 async def show(models: Models, request: Request) -> Response:
@@ -103,6 +90,23 @@ def _tag(model: Model) -> Fields:
         "details": _details(model) | {key: n for key, n in context.items() if n},
         "capabilities": model.capabilities,
     }
+
+
+def _resident(residence: Residence) -> Fields:
+    fields: Fields = {
+        **_identity(residence.model),
+        "size": residence.n_bytes,
+        "details": _details(residence.model),
+        "expires_at": _local(residence.expires_at),
+        "size_vram": 0,
+        "context_length": residence.n_ctx,
+    }
+    if residence.loaded is not None:
+        # What Ollama does not tell is under one name of ours.
+        forecast = msgspec.to_builtins(residence.loaded.forecast)
+        tiers = msgspec.to_builtins(residence.loaded.tiers)
+        fields["headrace"] = {**tiers, "forecast": forecast}
+    return fields
 
 
 def _identity(model: Model) -> Fields:

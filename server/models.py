@@ -20,7 +20,7 @@ from headrace.engine.chat import ChatTemplate
 from headrace.engine.client import EngineClient
 from headrace.engine.errors import ModelNotFound, Overloaded
 from headrace.engine.library import Library, Model
-from headrace.engine.messages import Load
+from headrace.engine.messages import Load, Loaded
 from headrace.server.errors import BUSY, ShuttingDown
 
 PlanLoad = Callable[[Model, Settings], Load]
@@ -47,6 +47,8 @@ class Residence:
     n_bytes: int
     n_ctx: int
     expires_at: datetime
+    loaded: Loaded | None = None
+    """None: it is being loaded."""
 
 
 class _Entry:
@@ -270,4 +272,4 @@ def _residence(entry: _Entry) -> Residence:
         return Residence(entry.model, entry.model.size_bytes, 0, now + keep)
     engine = entry.loaded.engine
     n_bytes = engine.loaded.weights_bytes + engine.context_bytes
-    return Residence(entry.model, n_bytes, engine.n_ctx, now + keep)
+    return Residence(entry.model, n_bytes, engine.n_ctx, now + keep, engine.loaded)

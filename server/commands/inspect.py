@@ -17,14 +17,12 @@ import msgspec
 from rich.console import Console
 
 from headrace.config.settings import FlagParser, resolve
-from headrace.engine.disk import locate
-from headrace.engine.hardware import Topology, this_machine
+from headrace.engine.corrections import read_corrections
+from headrace.engine.hardware import this_machine
 from headrace.engine.library import Model
 from headrace.engine.loading import budget_bytes
-from headrace.engine.messages import Load
 from headrace.engine.placement import plan_load
-from headrace.engine.profile import DiskProfile, Profile
-from headrace.engine.profile_cache import read_facts, read_profile
+from headrace.engine.profile_cache import read_measured
 from headrace.engine.tensors import read_tensors
 from headrace.engine.usage import read_usage
 from headrace.server.commands import inspect_view
@@ -44,9 +42,12 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     settings, _ = resolve(vars(wanted), environ)
     model, topology = Model.open(wanted.model), this_machine()
     load = plan_load(model, settings, topology)
+    measured = read_measured(topology, load.n_threads, model.path)
     found = inspect(
-        model, load, budget_bytes(load), _measured(load, topology, model.path),
-        read_usage(model.header, read_tensors(model.header).experts), lists_tensors=wanted.tensors,
+        model, load, budget_bytes(load), measured,
+        read_usage(model.header, read_tensors(model.header).experts),
+        read_corrections(model.header, measured[0].key) if measured else {},
+        lists_tensors=wanted.tensors,
     )  # fmt: skip
     if wanted.json:
         text = msgspec.json.encode(found).decode() + "\n"
@@ -72,11 +73,3 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_settings(SETTINGS)
     return parser.parse_args(arguments)
-
-
-def _measured(load: Load, topology: Topology, path: Path) -> tuple[Profile, DiskProfile] | None:
-    """Return what was measured of this machine and of the disk that holds path, if both were."""
-    profile = read_profile(read_facts(topology, load.n_threads).key)
-    device, _ = locate(path)
-    disk = profile and profile.disk(device)
-    return (profile, disk) if profile and disk else None

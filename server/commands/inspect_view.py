@@ -8,9 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headrace.config.units import format_bytes, format_duration
-from headrace.engine.forecast import MORE_PERCENT, Forecast
+from headrace.config.units import format_bytes, format_duration, format_figure
+from headrace.engine.forecast import MORE_PERCENT
 from headrace.engine.library import format_parameter_count
+from headrace.engine.messages import Forecast
+from headrace.server.announcement import describe_speed
 from headrace.server.commands.inspection import (
     BlockSize,
     Inspection,
@@ -21,7 +23,6 @@ from headrace.server.commands.inspection import (
 )
 
 _BARS = "▁▂▃▄▅▆▇█"
-_THE = {"disk": "the disk", "memory bandwidth": "memory bandwidth", "compute": "compute"}
 # Types with less of a model than this are not worth a word.
 _LEAST_SHARE = 0.01
 
@@ -111,17 +112,14 @@ def bars(blocks: Iterable[BlockSize]) -> Text:
 
 
 def _forecast(forecast: Forecast, model: ModelFacts) -> Iterable[tuple[str, str]]:
-    speed = f"{_figure(forecast.decode_tokens_per_s)} tokens/s, limited by {_THE[forecast.limit]}"
-    if forecast.read_bytes_per_token:
-        speed += f", {format_bytes(int(forecast.read_bytes_per_token))} read for each"
-    yield "answer", speed
+    yield "answer", describe_speed(forecast)
     if forecast.expert_hit_rate is not None:
         source = "as learnt" if forecast.hit_rate_source == "learnt" else "assumed, not learnt yet"
         yield "experts", f"{_percent(forecast.expert_hit_rate)} are in RAM when chosen ({source})"
     yield "prompt", f"{_seconds(forecast.ttft_s_per_1000_tokens)} for each 1000 tokens"
     yield "load", _seconds(forecast.load_s)
     for percent, more in zip(MORE_PERCENT, forecast.more_memory, strict=True):
-        speed = f"{_figure(more.decode_tokens_per_s)} tokens/s"
+        speed = f"{format_figure(more.decode_tokens_per_s)} tokens/s"
         if more.decode_tokens_per_s > forecast.decode_tokens_per_s:
             yield f"memory +{percent} %", f"{format_bytes(more.budget_bytes)}: {speed}, {more.mode}"
     if forecast.correction != 1:
@@ -163,14 +161,9 @@ def _rows(rows: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def _figure(number: float) -> str:
-    """Return number to three digits, without an exponent."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
 def _seconds(seconds: float) -> str:
-    return f"{_figure(seconds)} s" if seconds < 120 else format_duration(round(seconds))
+    return f"{format_figure(seconds)} s" if seconds < 120 else format_duration(round(seconds))

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
 from headrace.engine.errors import DoesNotFit, ModelUnusable
-from headrace.engine.forecast import MORE_PERCENT, Forecast, forecast
+from headrace.engine.forecast import at_disk_speed, forecast_load
 from headrace.engine.gguf import Header
 from headrace.engine.library import Model
-from headrace.engine.messages import Load, Mode
+from headrace.engine.messages import Forecast, Load, Mode
 from headrace.engine.placement import WeightsPlan, plan_model, plan_model_context
 from headrace.engine.profile import DiskProfile, Profile
 from headrace.engine.routing import ExpertUsage
@@ -131,14 +132,16 @@ class Inspection(_Value, frozen=True):
 
 def inspect(
     model: Model, load: Load, budget_bytes: int, measured: tuple[Profile, DiskProfile] | None,
-    usage: ExpertUsage | None, *, lists_tensors: bool = False,
+    usage: ExpertUsage | None, corrections: Mapping[Mode, float], *, lists_tensors: bool = False,
 ) -> Inspection:  # fmt: skip
     """Return what is to be told of model when it is loaded as load says.
 
-    measured is the profile of the machine and, in it, of the disk that holds the model; usage is
-    what was learnt of the model's experts.
+    measured is the profile of the machine and, in it, of the disk that holds the model; usage and
+    corrections are what was learnt of the model's experts and of its speed in each mode.
     """
     header, table = model.header, read_tensors(model.header)
+    if measured is not None:
+        load = at_disk_speed(load, measured[1])
     facts = _model_facts(model, table)
     try:
         plan = plan_model(header, table, load, budget_bytes)
@@ -148,11 +151,15 @@ def inspect(
         return Inspection(
             model=facts, plan=None, refusal=refusal, forecast=None, tensors=tensors
         )  # fmt: skip
+    expected = measured and forecast_load(
+        header, table, load, plan, budget_bytes, *measured, usage=usage,
+        correction=corrections.get(plan.mode, 1.0),
+    )  # fmt: skip
     return Inspection(
         model=facts,
         plan=_plan_facts(header, load, plan, budget_bytes),
         refusal=None,
-        forecast=measured and _forecast(header, table, load, plan, budget_bytes, *measured, usage),
+        forecast=expected,
         tensors=_tensor_places(header, plan) if lists_tensors else None,
     )
 
@@ -218,15 +225,6 @@ def _block_sizes(header: Header, plan: WeightsPlan) -> tuple[BlockSize, ...]:
         BlockSize(n_bytes=int(n_bytes), resident_bytes=int(resident))
         for _, (n_bytes, resident) in sorted(sizes.items())
     )
-
-
-def _forecast(
-    header: Header, table: TensorTable, load: Load, plan: WeightsPlan, budget_bytes: int,
-    profile: Profile, disk: DiskProfile, usage: ExpertUsage | None,
-) -> Forecast:  # fmt: skip
-    budgets = [budget_bytes * (100 + percent) // 100 for percent in MORE_PERCENT]
-    larger = [(budget, plan_model(header, table, load, budget)) for budget in budgets]
-    return forecast(profile, disk, table, plan, usage=usage, larger=larger)
 
 
 def _refusal(

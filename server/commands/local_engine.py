@@ -27,14 +27,18 @@ _PATIENCE_S = 1.0
 class LocalEngine:
     """A loaded model in this process; a with statement ends it."""
 
-    def __init__(self, load: Load, *, repacks: bool = True) -> None:
+    def __init__(self, load: Load, *, repacks: bool = True, learns: bool = False) -> None:
         """Load the model and start its thread; a Ctrl-C while it loads ends the process.
+
+        If it learns, what is seen of experts and speed is kept for later forecasts; measurements
+        with random tokens would teach it nothing.
 
         Raises:
             EngineError: the model can't be loaded.
         """
         self._load = load
         self._repacks = repacks
+        self._learns = learns
         self._uids = itertools.count(1)
         self._ready: queue.SimpleQueue[LoadedEngine | BaseException] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
@@ -111,6 +115,8 @@ class LocalEngine:
                 self._thread.join()
         except KeyboardInterrupt:
             _die_of_interrupt()
+        if self._learns:
+            self.loaded.keep_learnt()
         self._engine.close()
 
     def _run(self) -> None:

@@ -67,7 +67,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     load = placement.plan_load(model, replace(job.settings, parallel=1), this_machine())
     say(f"loading {model.name}")
     try:
-        engine = LocalEngine(load)
+        engine = LocalEngine(load, learns=True)
     finally:
         say("")
     with engine:

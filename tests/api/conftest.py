@@ -24,10 +24,13 @@ from headrace.engine.messages import (
     Counted,
     Done,
     DoneReason,
+    Forecast,
     Generate,
     Load,
     Loaded,
+    MoreMemory,
     Segment,
+    Tiers,
     Timings,
     Token,
 )
@@ -42,6 +45,17 @@ WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + PLAIN
 THINKING = PLAIN + "{% if enable_thinking %}<think>{% else %}<think></think>{% endif %}"
 
 Play = Callable[[Generate], Iterable[RequestEvent]]
+
+FORECAST = Forecast(
+    decode_tokens_per_s=2.5, ttft_s_per_1000_tokens=40.0, load_s=1.5, limit="disk",
+    read_bytes_per_token=1000.0, expert_hit_rate=None, hit_rate_source=None, correction=0.9,
+    unmeasured_types=(),
+    more_memory=(
+        MoreMemory(
+            budget_bytes=11250, mode="full-resident", decode_tokens_per_s=7.0, limit="compute"
+        ),
+    ),
+)  # fmt: skip
 
 
 def text_of(prompt: tuple[Segment, ...]) -> str:
@@ -69,7 +83,12 @@ class FakeEngine(EngineClient):
             weights_bytes=5000,
             context_bytes=1000,
             load_ns=1,
-        )
+            tiers=Tiers(
+                mode="dense-ffn-streaming", budget_bytes=9000, resident_bytes=4000,
+                stream_bytes=500, streamed_bytes=1000,
+            ),
+            forecast=FORECAST,
+        )  # fmt: skip
         self.generations: list[Generate] = []
         self.counts: list[Count] = []
         self.open: dict[int, Stream] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -99,6 +100,35 @@ async def test_ps_is_empty_at_first_and_lists_a_loaded_model(client: httpx.Async
     assert (model["size"], model["size_vram"], model["context_length"]) == (6000, 0, 4096)
     assert len(model["digest"]) == 64
     assert "context_length" not in model["details"]
+
+
+async def test_ps_tells_tiers_and_forecast_under_one_key_of_ours(client: httpx.AsyncClient) -> None:
+    await post(client, "/api/generate", model="m", prompt="x")
+    [model] = (await client.get("/api/ps")).json()["models"]
+    ours = model.pop("headrace")
+    assert set(model) == {
+        "name", "model", "size", "digest", "details", "expires_at", "size_vram", "context_length",
+    }  # fmt: skip
+    forecast = ours.pop("forecast")
+    assert ours == {
+        "mode": "dense-ffn-streaming", "budget_bytes": 9000, "resident_bytes": 4000,
+        "stream_bytes": 500, "streamed_bytes": 1000,
+    }  # fmt: skip
+    assert (forecast["decode_tokens_per_s"], forecast["limit"]) == (2.5, "disk")
+    assert forecast["more_memory"][0]["decode_tokens_per_s"] == 7
+
+
+async def test_ps_tells_nothing_of_ours_while_a_model_loads(
+    client: httpx.AsyncClient, engines: Any
+) -> None:
+    engines.gate.clear()
+    loading = asyncio.ensure_future(post(client, "/api/generate", model="m", prompt="x"))
+    async with asyncio.timeout(5):
+        while not (models := (await client.get("/api/ps")).json()["models"]):
+            await asyncio.sleep(0.01)
+    assert "headrace" not in models[0]
+    engines.gate.set()
+    await loading
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from headrace.engine.corrections import keep_correction
 from headrace.engine.gguf import read_model
-from headrace.engine.hardware import this_machine
-from headrace.engine.profile_cache import keep_profile, read_facts
+from headrace.engine.profile import Profile
 from headrace.engine.routing import ExpertUsage
 from headrace.engine.usage import keep_usage
 from headrace.server.cli import main
@@ -44,14 +44,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def measured(paths: dict[str, Path]) -> None:
+def measured(paths: dict[str, Path]) -> Profile:
     """A profile of this machine, as if it were the golden table's."""
-    profile, disk = golden_plans.machine(3.5e9)
-    device = paths[DENSE.name].stat().st_dev
-    disk = msgspec.structs.replace(disk, device=f"{os.major(device)}:{os.minor(device)}")
-    topology = this_machine()
-    key = read_facts(topology, topology.default_threads).key
-    keep_profile(msgspec.structs.replace(profile, key=key, disks=(disk,)))
+    return golden_plans.pretend(paths[DENSE.name], 3.5e9)
 
 
 def inspect(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
@@ -137,6 +132,22 @@ def test_what_was_learnt_of_the_experts_is_used(
     keep_usage(read_model(paths[QWEN3.name]), ExpertUsage((counts,) * QWEN3.n_layer), None)
     _, output = inspect(capsys, *arguments)
     assert "98 % are in RAM when chosen (as learnt)" in output
+
+
+def test_what_was_learnt_of_the_speed_in_that_mode_is_used(
+    measured: Profile, paths: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def speed(memory: str) -> float:
+        found = inspect_json(capsys, paths[DENSE.name], "--memory", memory)
+        return float(found["forecast"]["decode_tokens_per_s"])
+
+    streamed, resident = speed("13.5GiB"), speed("64GiB")
+    header = read_model(paths[DENSE.name])
+    keep_correction(header, measured.key, "dense-ffn-streaming", 0.5)
+    assert speed("13.5GiB") == pytest.approx(streamed / 2)
+    assert speed("64GiB") == resident
+    _, output = inspect(capsys, paths[DENSE.name], "--memory", "13.5GiB")
+    assert "by 0.50, learnt from earlier answers" in output
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import header_only
+import msgspec
 
+from headrace.engine.disk import locate
 from headrace.engine.errors import DoesNotFit
-from headrace.engine.forecast import MORE_PERCENT, Forecast, forecast
+from headrace.engine.forecast import MORE_PERCENT, forecast
 from headrace.engine.gguf import Header, read_model
-from headrace.engine.messages import Load
+from headrace.engine.hardware import this_machine
+from headrace.engine.messages import Forecast, Load
 from headrace.engine.placement import (
     DEFAULT_SLOTS,
     HEADROOM_BYTES,
@@ -28,6 +31,7 @@ from headrace.engine.placement import (
     plan_model_context,
 )
 from headrace.engine.profile import DiskPoint, DiskProfile, KernelSpeed, Profile
+from headrace.engine.profile_cache import keep_profile, read_facts
 from headrace.engine.tensors import TensorTable, read_tensors
 
 GIB = 1 << 30
@@ -68,6 +72,22 @@ def machine(disk_bytes_per_s: float) -> tuple[Profile, DiskProfile]:
     )
     disk = DiskProfile("259:0", True, sequential, random)
     return Profile("golden", 8, 60e9, _KERNELS, (), (disk,)), disk
+
+
+def pretend(path: Path, disk_bytes_per_s: float, n_threads: int = 0) -> Profile:
+    """Keep and return a profile that has the desktop's speeds for this machine and path's disk.
+
+    n_threads is what the machine has unless it is given.
+    """
+    profile, disk = machine(disk_bytes_per_s)
+    topology = this_machine()
+    pretended = msgspec.structs.replace(
+        profile,
+        key=read_facts(topology, n_threads or topology.default_threads).key,
+        disks=(msgspec.structs.replace(disk, device=locate(path)[0]),),
+    )
+    keep_profile(pretended)
+    return pretended
 
 
 def load(header: Header, disk_bytes_per_s: float) -> Load:

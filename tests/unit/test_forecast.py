@@ -8,13 +8,14 @@ import header_only
 import msgspec
 import numpy as np
 import pytest
-from golden_plans import GIB, machine, predict
+from golden_plans import GIB, load, machine, predict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.engine.errors import DoesNotFit, EngineError
-from headrace.engine.forecast import Forecast, calibrate, forecast
+from headrace.engine.forecast import at_disk_speed, calibrate, forecast
 from headrace.engine.gguf import Header, read_model
+from headrace.engine.messages import Forecast
 from headrace.engine.placement import WeightsPlan
 from headrace.engine.profile import KernelSpeed, Profile
 from headrace.engine.routing import ExpertUsage
@@ -222,6 +223,16 @@ def test_a_correction_stays_within_bounds(models: dict[str, Read]) -> None:
     assert calibrate(made, made.decode_tokens_per_s) == pytest.approx(1)
     assert calibrate(made, 1e-6) == 0.25
     assert calibrate(made, 1e6) == 4
+
+
+def test_a_load_gets_the_disks_speed_unless_it_has_one(models: dict[str, Read]) -> None:
+    unknown = load(models[DENSE][0], 0)
+    _, disk = machine(3 * GB)
+    assert at_disk_speed(unknown, disk).disk_bytes_per_s == pytest.approx(
+        disk.bytes_per_s(1 << 20, 4, is_random=False)
+    )
+    known = load(models[DENSE][0], 7 * GB)
+    assert at_disk_speed(known, disk) == known
 
 
 def test_a_smaller_physical_batch_goes_through_the_weights_more_often(

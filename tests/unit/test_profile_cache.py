@@ -8,6 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from headrace.engine.disk import locate
+from headrace.engine.errors import ModelFileError
 from headrace.engine.hardware import this_machine
 from headrace.engine.profile import DiskPoint, DiskProfile, GpuDevice, KernelSpeed, Profile
 from headrace.engine.profile_cache import (
@@ -15,6 +17,7 @@ from headrace.engine.profile_cache import (
     keep_profile,
     profile_path,
     read_facts,
+    read_measured,
     read_profile,
 )
 
@@ -92,6 +95,25 @@ def test_key_stays_while_the_machine_does() -> None:
     assert all(getattr(facts, name) for name in Facts.__struct_fields__)
     assert read_facts(topology, 2).key == facts.key
     assert read_facts(topology, 1).key != facts.key
+
+
+def test_what_was_measured_is_a_profile_with_kernels_and_the_disk_of_the_file(
+    tmp_path: Path,
+) -> None:
+    topology = this_machine()
+    path = tmp_path / "model"
+    path.touch()
+    disk = msgspec.structs.replace(PROFILE.disks[0], device=locate(path)[0])
+    profile = msgspec.structs.replace(PROFILE, key=read_facts(topology, 2).key, disks=(disk,))
+    assert read_measured(topology, 2, path) is None
+    keep_profile(profile)
+    assert read_measured(topology, 2, path) == (profile, disk)
+    assert read_measured(topology, 1, path) is None
+    for lacking in ({"disks": ()}, {"kernels": ()}):
+        keep_profile(msgspec.structs.replace(profile, **lacking))
+        assert read_measured(topology, 2, path) is None
+    with pytest.raises(ModelFileError, match="no such file"):
+        read_measured(topology, 2, tmp_path / "other")
 
 
 def test_kernels_and_disks_are_found_by_name() -> None:

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.config.units import format_bytes, format_duration, parse_bytes, parse_duration
+from headrace.config.units import (
+    format_bytes,
+    format_duration,
+    format_figure,
+    parse_bytes,
+    parse_duration,
+)
 
 KIB, MIB, GIB, TIB = 1024, 1024**2, 1024**3, 1024**4
 
@@ -200,3 +206,11 @@ def test_duration_is_written_as_go_reads_it(seconds: float, text: str) -> None:
 @given(st.floats(min_value=0, max_value=1e9))
 def test_written_duration_is_read_back(seconds: float) -> None:
     assert parse_duration(format_duration(seconds)) == pytest.approx(seconds, rel=1e-12, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0.01234, "0.0123"), (2.0, "2"), (99.94, "99.9"), (100.4, "100"), (12345.6, "12,346")],
+)
+def test_figures_have_three_digits_or_no_fraction(number: float, text: str) -> None:
+    assert format_figure(number) == text

@@ -15,6 +15,7 @@ from bare_loop import BareLoop
 from driver import TIE_QUANTISED, Answer, Driver, assert_all_same, song
 
 from headrace.engine.messages import Accepted, Event, Token
+from headrace.engine.pace import N_TOKENS
 from headrace.engine.sequence import MAX_SAME_PIECES
 
 TINY = ["tiny_llama", "tiny_gemma", "tiny_mamba"]
@@ -387,3 +388,14 @@ def test_every_sampler_that_is_made_is_freed(
     driver.cancel(answers[0])
     driver.run()
     assert live["llama_sampler_chain_init"] == live["llama_sampler_free"] == 3
+
+
+def test_pace_is_that_of_answers_which_run_alone(open_engine: Open) -> None:
+    driver = open_engine("tiny_llama")
+    options = {"n_predict": N_TOKENS, "ignores_end": True}
+    driver.submit(tiny_models.prompt(5), **options)
+    driver.submit(tiny_models.prompt(9), **options)
+    driver.run()
+    assert driver.engine.pace.tokens_per_s is None
+    driver.ask(tiny_models.prompt(7), **options)
+    assert driver.engine.pace.tokens_per_s is not None

@@ -1,0 +1,65 @@
+"""How fast one sequence alone decodes, for comparison with the forecast.
+
+In: the start of a sequence's answer, its decode steps, and whatever comes between them. Out: the
+median of the last answers' speeds, and one line in the log. Knows no model.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+# The first is of the prompt's last pass, the others are a decode step each.
+N_TOKENS = 64
+# Answers that the median is of.
+_N_ANSWERS = 15
+
+
+class Pace:
+    """Measures the first N_TOKENS tokens of answers that nothing else interrupts."""
+
+    def __init__(
+        self, expected_tokens_per_s: float | None = None,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:  # fmt: skip
+        """Compare with expected_tokens_per_s in the log; None: there is no forecast."""
+        self._expected = expected_tokens_per_s
+        self._clock = clock
+        self._speeds: deque[float] = deque(maxlen=_N_ANSWERS)
+        self._uid: int | None = None
+        self._n_steps = 0
+        self._started_ns = 0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The median of the last answers; None: none of them was that long and alone."""
+        return statistics.median(self._speeds) if self._speeds else None
+
+    def start(self, uid: int) -> None:
+        """Begin with the first token of an answer, which its prompt's last pass gave."""
+        self._uid, self._n_steps, self._started_ns = uid, 0, self._clock()
+
+    def interrupt(self) -> None:
+        """Forget the answer at hand: other work is done between its steps."""
+        self._uid = None
+
+    def step(self, uid: int) -> None:
+        """Count a decode step of a sequence that runs alone."""
+        if uid != self._uid:
+            return
+        self._n_steps += 1
+        if self._n_steps < N_TOKENS - 1:
+            return
+        speed = self._n_steps * 1e9 / max(self._clock() - self._started_ns, 1)
+        if self._expected is not None and not self._speeds:
+            logger.info(
+                "uid %d: %d tokens at %.3g tokens/s, the forecast was %.3g",
+                uid, N_TOKENS, speed, self._expected,
+            )  # fmt: skip
+        self._speeds.append(speed)
+        self._uid = None

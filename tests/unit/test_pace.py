@@ -1,0 +1,80 @@
+"""Which answers tell how fast a model decodes, and what is said of them."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from headrace.engine.pace import N_TOKENS, Pace
+
+S = 10**9
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def answer(pace: Pace, clock: Clock, uid: int, step_s: float, n_tokens: int = N_TOKENS) -> None:
+    pace.start(uid)
+    for _ in range(n_tokens - 1):
+        clock.now_ns += int(step_s * S)
+        pace.step(uid)
+
+
+def test_an_answer_is_as_fast_as_its_steps(clock: Clock) -> None:
+    pace = Pace(clock=clock)
+    clock.now_ns = 17 * S
+    answer(pace, clock, 1, 0.25, N_TOKENS - 1)
+    assert pace.tokens_per_s is None  # too short
+    answer(pace, clock, 2, 0.25)
+    assert pace.tokens_per_s == pytest.approx(4)
+
+
+def test_what_comes_after_the_first_tokens_does_not_count(clock: Clock) -> None:
+    pace = Pace(clock=clock)
+    answer(pace, clock, 1, 0.25)
+    for _ in range(2 * N_TOKENS):
+        clock.now_ns += 9 * S
+        pace.step(1)
+    assert pace.tokens_per_s == pytest.approx(4)
+
+
+def test_answers_that_were_interrupted_or_never_begun_do_not_count(clock: Clock) -> None:
+    pace = Pace(clock=clock)
+    pace.start(1)
+    for i in range(2 * N_TOKENS):
+        clock.now_ns += S
+        if i == N_TOKENS // 2:
+            pace.interrupt()
+        pace.step(1)
+        pace.step(2)
+    assert pace.tokens_per_s is None
+
+
+def test_the_median_of_answers_counts_and_the_first_is_told(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    pace = Pace(5.0, clock)
+    for uid, step_s in enumerate((0.25, 20.0, 0.5, 0.125, 0.25)):
+        answer(pace, clock, uid, step_s)
+    assert pace.tokens_per_s == pytest.approx(4)
+    assert caplog.messages == ["uid 0: 64 tokens at 4 tokens/s, the forecast was 5"]
+
+
+def test_without_a_forecast_nothing_is_told(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    answer(Pace(clock=clock), clock, 1, 0.25)
+    assert not caplog.messages
