@@ -114,7 +114,7 @@ def test_a_forecast_says_what_limits_and_what_more_memory_gives(
     paths: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, output = inspect(capsys, paths[DENSE.name], "--memory", "13.5GiB")
-    assert "0.115 tokens/s, limited by the disk" in output
+    assert "0.116 tokens/s, limited by the disk" in output
     assert "memory +100 %  27 GiB: 0.207 tokens/s" in output
     _, output = inspect(capsys, paths[DENSE.name], "--memory", "64GiB")
     assert "1.09 tokens/s, limited by memory bandwidth" in output

@@ -56,7 +56,10 @@ _KERNELS = (
     KernelSpeed("MXFP4", 44e9, 0.9e12, 0.55e12),
 )
 # The share of its best speed that a disk gives, by size in KiB and depth.
-_DISK_SHARES = {(128, 1): 0.2, (128, 2): 0.35, (128, 8): 0.8, (1024, 1): 0.55, (1024, 8): 1.0}
+_DISK_SHARES = {
+    (128, 1): 0.2, (128, 2): 0.35, (128, 4): 0.6, (128, 8): 0.8,
+    (1024, 1): 0.55, (1024, 4): 1.0, (1024, 8): 1.0,
+}  # fmt: skip
 _RANDOM_SHARE = 0.9
 
 
