@@ -115,7 +115,7 @@ def test_a_forecast_says_what_limits_and_what_more_memory_gives(
 ) -> None:
     _, output = inspect(capsys, paths[DENSE.name], "--memory", "13.5GiB")
     assert "0.116 tokens/s, limited by the disk" in output
-    assert "memory +100 %  27 GiB: 0.207 tokens/s" in output
+    assert "memory +100 %  27 GiB: 0.209 tokens/s" in output
     _, output = inspect(capsys, paths[DENSE.name], "--memory", "64GiB")
     assert "1.09 tokens/s, limited by memory bandwidth" in output
     assert "memory +" not in output

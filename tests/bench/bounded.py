@@ -15,9 +15,9 @@ from pathlib import Path
 
 import psutil
 from big_models import DENSE, MOE, build_big
+from cgroup import MIB, Cgroup
 from reporting import report
 from serving import serve, stream
-from streaming import MIB, Cgroup
 
 # The server's interpreter and the engine's.
 MARGIN_MIB = 256

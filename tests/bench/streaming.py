@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from big_models import DENSE, MOE, BigShape, build_big
+from cgroup import MIB, Cgroup
 from reporting import ROOT, report
 
 from headrace.engine.openmp import openmp_environment
 
 RUN = ROOT / "tests" / "support" / "streaming_run.py"
-MIB = 1 << 20
 # What the interpreter, its modules and llama.cpp's code take beside what is in the budget.
 INTERPRETER_MIB = 140
 # Linux's own read-ahead, at which prompts are compared.
@@ -54,50 +54,6 @@ CASES = (
     Case(MOE, "expert-streaming", 4200, {128: 3.0, 8192: 20.0}, 64),
     Case(DENSE, "dense-ffn-streaming", 3072, {128: 5.5, 8192: 3.0}, 16),
 )
-
-
-class Cgroup:
-    """A cgroup of ours with a memory limit and no swap; version 1 or 2."""
-
-    def __init__(self, limit_bytes: int, name: str = "") -> None:
-        root = Path("/sys/fs/cgroup")
-        self.is_v2 = (root / "cgroup.controllers").exists()
-        self.folder = (
-            root if self.is_v2 else root / "memory"
-        ) / f"headrace-bench-{os.getpid()}{name}"
-        self.folder.mkdir()
-        limit = "memory.max" if self.is_v2 else "memory.limit_in_bytes"
-        (self.folder / limit).write_text(str(limit_bytes))
-
-    def enter(self) -> None:
-        """Move the calling process into the group."""
-        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
-
-    def figures(self) -> dict[str, int]:
-        """Return the peak of memory and how often the limit was hit."""
-        if self.is_v2:
-            events = dict(line.split() for line in self._read("memory.events").splitlines())
-            return {
-                "cgroup_peak_mib": int(self._read("memory.peak")) // MIB,
-                "limit_hits": int(events["max"]),
-                "oom_kills": int(events["oom_kill"]),
-            }
-        oom = dict(line.split() for line in self._read("memory.oom_control").splitlines())
-        return {
-            "cgroup_peak_mib": int(self._read("memory.max_usage_in_bytes")) // MIB,
-            "limit_hits": int(self._read("memory.failcnt")),
-            "oom_kills": int(oom.get("oom_kill", 0)),
-        }
-
-    def remove(self) -> None:
-        for _ in range(50):
-            with contextlib.suppress(OSError):
-                self.folder.rmdir()
-                return
-            time.sleep(0.1)
-
-    def _read(self, name: str) -> str:
-        return (self.folder / name).read_text()
 
 
 def main() -> None:

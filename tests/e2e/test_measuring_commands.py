@@ -18,6 +18,7 @@ import psutil
 import pytest
 import streaming_models
 
+from headrace.engine.placement import N_IO_THREADS
 from headrace.server.commands import iobench, profile
 
 pytestmark = pytest.mark.e2e
@@ -134,7 +135,11 @@ def test_iobench_tells_how_near_to_the_best_streaming_reads(run: Run, smollm2_pa
     report = checked(done.stdout, iobench.Report)
     engine, best = report["engine"], report["best"]
     # Dense: pieces in order, as many in flight as there are I/O threads.
-    assert (engine["order"], engine["request_bytes"], engine["depth"]) == ("sequential", 1 << 20, 8)
+    assert (engine["order"], engine["request_bytes"], engine["depth"]) == (
+        "sequential",
+        1 << 20,
+        N_IO_THREADS,
+    )
     assert report["part_of_best"] == engine["bytes_per_s"] / best["bytes_per_s"] <= 1
     assert report["too_large_bytes"] == [4 << 20]
     assert report["file_bytes"] == smollm2_path.stat().st_size
@@ -152,7 +157,7 @@ def test_experts_are_read_in_slices_at_random(tmp_path: Path, run: Run) -> None:
     path = streaming_models.build(streaming_models.QWEN3MOE, tmp_path)
     report = checked(run("iobench", path, "--json").stdout, iobench.Report)
     # 96 rows of 256 weights in Q4_0: 18 bytes for 32.
-    expected = ("random", 96 * 256 // 32 * 18, 8)
+    expected = ("random", 96 * 256 // 32 * 18, N_IO_THREADS)
     engine = report["engine"]
     assert (engine["order"], engine["request_bytes"], engine["depth"]) == expected
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from headrace.engine.governor import Governor
 from headrace.engine.pressure import Reading
@@ -11,7 +12,7 @@ GIB = 1 << 30
 CALM = Reading(at_s=0, stall_s=0, n_major_faults=0, n_alarms=0, free_bytes=2 * GIB)
 
 
-def after(reading: Reading, seconds: float, **changes: float) -> Reading:
+def after(reading: Reading, seconds: float, **changes: Any) -> Reading:
     return replace(reading, at_s=reading.at_s + seconds, **changes)
 
 
@@ -30,7 +31,7 @@ def test_nothing_happens_while_nothing_is_short() -> None:
 
 
 def test_each_sign_of_pressure_shrinks_by_a_step_down_to_the_least() -> None:
-    signs = ({"n_alarms": 1}, {"stall_s": 0.2}, {"n_major_faults": 100})
+    signs: tuple[dict[str, Any], ...] = ({"n_alarms": 1}, {"stall_s": 0.2}, {"n_major_faults": 100})
     for sign in signs:
         governor = Governor(4 * GIB, 0.1)
         governor.update(CALM)
