@@ -55,7 +55,7 @@ def working_memory(cache_bytes: int, available_bytes: int) -> Bytes:
             f"{available_bytes} bytes of memory are available, measuring how fast weights are used"
             f" needs {4 * _ACTIVATION_BYTES}"
         )
-    mapping = mmap.mmap(-1, n_bytes)
+    mapping = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     memory = np.frombuffer(mapping, dtype=np.uint8)

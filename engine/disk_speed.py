@@ -35,6 +35,7 @@ _N_BATCHES = 2
 _LEAST_PIECES = 8
 # Streaming reads whole blocks; native/source.h.
 _BLOCK_BYTES = 4096
+_HUGE_PAGE_BYTES = 2 << 20
 
 Progress = Callable[[int, int], None]
 
@@ -88,7 +89,7 @@ def measure_reads(
     path: Path, kinds: Sequence[Reads], progress: Progress = lambda done, total: None
 ) -> list[DiskPoint]:
     """Return how fast each of kinds reads the file at path; errors are those of measure_disk."""
-    memory = memoryview(mmap.mmap(-1, max(_N_BATCHES * r.n_requests * r.n_bytes for r in kinds)))
+    memory = _memory(max(_N_BATCHES * r.n_requests * r.n_bytes for r in kinds))
     memory[:] = bytes(len(memory))  # its pages are there before any clock starts
     n_bytes, seconds = [0] * len(kinds), [0.0] * len(kinds)
     for done in range(_N_ROUNDS):
@@ -104,6 +105,17 @@ def measure_reads(
             progress(done * len(kinds) + i + 1, _N_ROUNDS * len(kinds))
     measured = zip(kinds, n_bytes, seconds, strict=True)
     return [DiskPoint(reads.request_bytes, reads.depth, n / s) for reads, n, s in measured]
+
+
+def _memory(n_bytes: int) -> memoryview:
+    """Return memory like that which streaming reads into.
+
+    On a disk of 2.6 GB/s the same reads reached 1.1 into memory that is shared, on small pages.
+    """
+    mapping = mmap.mmap(-1, n_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(mapping)[:n_bytes]
 
 
 def _read_for_a_while(reader: Reader, reads: Reads, memory: memoryview) -> tuple[int, float]:
