@@ -22,7 +22,7 @@ from reporting import report, smollm2
 
 N_TOKENS = {"smollm2": 64, "dense": 24, "moe": 64}
 BUDGETS: dict[str, tuple[str, ...]] = {
-    "smollm2": ("0",), "dense": ("0", "3GiB", "2.5GiB", "2GiB"), "moe": ("6GiB", "4GiB", "3GiB"),
+    "smollm2": ("0",), "moe": ("6GiB", "4GiB", "3GiB"), "dense": ("0", "3GiB", "2.5GiB", "2GiB"),
 }  # fmt: skip
 
 
@@ -44,14 +44,16 @@ def main() -> None:
 
 def compare(name: str, path: Path, budget: str, environ: dict[str, str]) -> None:
     """Report the forecast of one model in one budget, and how right it was."""
-    flags = (str(path), "--memory", budget, "--context", "1024", "--json")
+    flags = (str(path), "--memory", budget)
     n_tokens = N_TOKENS[name]
     tests = ("-p", "16", "-n", str(n_tokens), "-r", "1")
     prompt = ("--prompt", "What is a river, and why?", "--max-tokens", str(2 * n_tokens))
-    headrace("run", *flags[:-1], *prompt, environ=environ)
-    inspection = headrace("inspect", *flags, environ=environ)
+    headrace("run", *flags, *prompt, environ=environ)
+    inspection = headrace("inspect", *flags, "--json", environ=environ)
     said = inspection["forecast"]["decode_tokens_per_s"]
-    speeds = headrace("bench", *flags, *tests, environ=environ)["headrace"]["tokens_per_s"]
+    speeds = headrace("bench", *flags, *tests, "--json", environ=environ)["headrace"][
+        "tokens_per_s"
+    ]
     measured = speeds[f"tg{n_tokens} warm"]["median"]
     what = f"{name}, --memory {budget}, {inspection['plan']['mode']}: measured / forecast"
     report(
