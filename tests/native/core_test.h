@@ -1,4 +1,4 @@
-/* What tests of the core share: a check that ends the program, numbers that are the same
+/* What tests of the core share: numbers that are the same
  * in every run, and files of random bytes whose reads can be made to fail. Included once
  * by a program, which defines _GNU_SOURCE. */
 
@@ -9,13 +9,7 @@
 #include <sys/types.h>
 #include <unistd.h>
 
-#define CHECK(condition)                                                         \
-    do {                                                                         \
-        if (!(condition)) {                                                      \
-            (void)fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-            exit(1);                                                             \
-        }                                                                        \
-    } while (0)
+#include "check.h"
 
 static ssize_t (*real_pread)(int, void *, size_t, off_t);
 static _Atomic off_t bad;  /* reads over it fail with EIO, if not 0 */

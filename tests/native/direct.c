@@ -6,6 +6,7 @@
 
 #define _GNU_SOURCE  /* RTLD_NEXT, mincore */
 
+#include "check.h"
 #include "direct.h"
 
 #include <dlfcn.h>
@@ -20,14 +21,6 @@
 
 #define SIZE ((size_t)300001)
 #define TMPFS_MAGIC 0x01021994
-
-#define CHECK(condition)                                                         \
-    do {                                                                         \
-        if (!(condition)) {                                                      \
-            (void)fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-            exit(1);                                                             \
-        }                                                                        \
-    } while (0)
 
 static struct {
     unsigned n_interrupts;  /* this many calls fail with EINTR first */

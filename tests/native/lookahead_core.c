@@ -4,15 +4,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "check.h"
 #include "lookahead.h"
-
-#define CHECK(condition)                                                         \
-    do {                                                                         \
-        if (!(condition)) {                                                      \
-            (void)fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-            exit(1);                                                             \
-        }                                                                        \
-    } while (0)
 
 enum { N_INPUTS = 19, N_EXPERTS = 6 };
 

@@ -5,6 +5,7 @@
 
 #define _GNU_SOURCE  /* RTLD_NEXT */
 
+#include "check.h"
 #include "readers.h"
 
 #include <dlfcn.h>
@@ -19,14 +20,6 @@
 #define SIZE ((size_t)5 * 1024 * 1024 + 123)
 #define N_REQUESTS 40
 #define N_SUBMITTERS 4
-
-#define CHECK(condition)                                                         \
-    do {                                                                         \
-        if (!(condition)) {                                                      \
-            (void)fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-            exit(1);                                                             \
-        }                                                                        \
-    } while (0)
 
 static ssize_t (*real_pread)(int, void *, size_t, off_t);
 static off_t hole;  /* reads at it find the end of the file, if not 0 */
