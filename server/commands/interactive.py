@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from headrace.engine.errors import EngineError, InvalidRequest
@@ -144,17 +144,6 @@ def line_history(path: Path) -> Iterator[None]:
             readline.write_history_file(path)
         except OSError as error:
             _say(f"headrace: warning: {path}: can't be written: {_reason(error)}")
-
-
-def history_file(environ: Mapping[str, str]) -> Path:
-    """Return the path of the line history in the user's cache folder.
-
-    Source: XDG Base Directory Specification; a relative XDG_CACHE_HOME counts as not set.
-    """
-    folder = Path(environ.get("XDG_CACHE_HOME", ""))
-    if not folder.is_absolute():
-        folder = Path(environ.get("HOME", "")) / ".cache"
-    return folder / "headrace" / "history"
 
 
 def _reason(error: OSError) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from headrace.config import Settings
 from headrace.config.settings import FlagParser, resolve
 from headrace.engine import placement
+from headrace.engine.cache_files import cache_folder
 from headrace.engine.errors import InvalidRequest
 from headrace.engine.hardware import this_machine
 from headrace.engine.library import Model, read_template
@@ -24,7 +25,7 @@ from headrace.engine.messages import SamplingParams
 from headrace.server import log
 from headrace.server.commands import answers
 from headrace.server.commands.chat_session import ChatSession
-from headrace.server.commands.interactive import Interactive, history_file, line_history
+from headrace.server.commands.interactive import Interactive, line_history
 from headrace.server.commands.local_engine import LocalEngine
 from headrace.server.commands.progress import say
 from headrace.server.options import SAMPLING, number
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         if prompt is not None:
             chat.ask(prompt)
         if job.is_interactive:
-            chat.run(history_file(environ))
+            chat.run(cache_folder() / "history")
     return 0
 
 
