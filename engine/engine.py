@@ -35,7 +35,7 @@ from headrace.engine.messages import (
     Token,
 )
 from headrace.engine.pace import Pace
-from headrace.engine.placement import ContextPlan
+from headrace.engine.plan import ContextPlan
 from headrace.engine.pressure import Gauge
 from headrace.engine.scheduler import plan_step
 from headrace.engine.sequence import Sequence, State

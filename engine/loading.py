@@ -24,6 +24,7 @@ from headrace.engine.memory import this_memory
 from headrace.engine.messages import Event, Forecast, Load, Loaded, Tiers
 from headrace.engine.openmp import installed_environment
 from headrace.engine.pace import Pace
+from headrace.engine.plan import WeightsPlan, describe
 from headrace.engine.profile import DiskProfile, Profile
 from headrace.engine.profile_cache import read_measured
 from headrace.engine.routing import ExpertUsage
@@ -44,7 +45,7 @@ class LoadedEngine:
     engine: Engine
     load: Load
     header: Header
-    plan: placement.WeightsPlan
+    plan: WeightsPlan
     budget_bytes: int
     usage: ExpertUsage | None
     """What was known of the experts before."""
@@ -114,7 +115,7 @@ def load_engine(
     if measured is not None:
         load = at_disk_speed(load, measured[1])
     plan = placement.plan_model(header, table, load, budget)
-    logger.info("%s", placement.describe(plan, budget))
+    logger.info("%s", describe(plan, budget))
     usage = read_usage(header, table.experts) if plan.expert_blocks else None
     expected = _forecast(header, table, load, plan, budget, measured, usage)
     llama.start_backend()
@@ -142,7 +143,7 @@ def pin(cpus: tuple[int, ...]) -> None:
 
 
 def _forecast(
-    header: Header, table: TensorTable, load: Load, plan: placement.WeightsPlan, budget_bytes: int,
+    header: Header, table: TensorTable, load: Load, plan: WeightsPlan, budget_bytes: int,
     measured: tuple[Profile, DiskProfile] | None, usage: ExpertUsage | None,
 ) -> Forecast | None:  # fmt: skip
     """Return what to expect of a model; nothing is measured for it here, that takes seconds."""
@@ -159,7 +160,7 @@ def _forecast(
     )
 
 
-def _load_model(header: Header, plan: placement.WeightsPlan, *, repacks: bool) -> Model:
+def _load_model(header: Header, plan: WeightsPlan, *, repacks: bool) -> Model:
     """Load the model as planned, by llama.cpp's own loader or streamed."""
     from headrace.engine import llama, streaming
 

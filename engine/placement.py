@@ -1,4 +1,4 @@
-"""Plans, as pure functions: how many cells and slots a context gets, and how a model is loaded.
+"""Where a model's weights go, and how it is loaded: plans, as pure functions.
 
 In: a model's header, the machine's figures, settings. Out: values. No I/O, no llama.cpp.
 """
@@ -6,13 +6,14 @@ In: a model's header, the machine's figures, settings. Out: values. No I/O, no l
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+from headrace.engine.context_plan import kv_bytes_per_cell, plan_context, widens
 from headrace.engine.errors import DoesNotFit, ModelUnusable
-from headrace.engine.gguf import Array, Header, Tensor
+from headrace.engine.gguf import Header, Tensor
 from headrace.engine.messages import Load, Mode
+from headrace.engine.plan import ContextPlan, WeightsPlan, format_mib
 from headrace.engine.tensors import ExpertBlock, TensorTable
 
 if TYPE_CHECKING:
@@ -20,26 +21,13 @@ if TYPE_CHECKING:
     from headrace.engine.hardware import Topology
     from headrace.engine.library import Model
 
-# Bytes of one element of the KV cache: block bytes / block elements of the ggml types.
-KV_BYTES = {
-    "f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q5_1": 24 / 32, "q5_0": 22 / 32,
-    "q4_1": 20 / 32, "q4_0": 18 / 32, "iq4_nl": 18 / 32,
-}  # fmt: skip
-
 DEFAULT_SLOTS = 4
 # Memory left to others: compute buffers, the interpreter, the rest of the machine.
 HEADROOM_BYTES = 512 << 20
-MIN_CTX = 256
-# Full contexts that may be parked outside the cells.
-N_PARKED = 4
 # Tokens of one forward pass; llama.cpp's own default.
 N_BATCH = 512
 
 
-# Reads in flight, of 1 MiB at most: the fewest that keep a disk at its speed. With more, what is
-# needed first comes no sooner than the rest, and what was guessed is in the way of what is needed.
-# MoE of 24 x 128 experts in 4,200 MiB, 3, 4, 8 and 16 of them: 10.9, 10.4, 9.6 and 9.0 tokens/s.
-N_IO_THREADS = 4
 # Of a ring: a tensor in use, and one being read.
 _MIN_RING_SLOTS = 2
 _MAX_RING_SLOTS = 32
@@ -57,86 +45,6 @@ _SPAN_ALIGN_BYTES = 4096
 _RECORD_COUNTER_BYTES = 64 + 8
 _ROW_BYTES = 8
 _HUGE_PAGE_BYTES = 2 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsPlan:
-    """Where a model's weights are: resident, or streamed through records or a ring."""
-
-    mode: Mode
-    streamed: tuple[Tensor, ...]
-    """In the order of use; all others are loaded into memory for good."""
-    expert_blocks: tuple[tuple[ExpertBlock, ...], ...]
-    """The blocks of each pool of records."""
-    pool_records: tuple[int, ...]
-    n_ring_slots: int
-    n_ubatch: int
-    """Tokens of one physical batch."""
-    resident_bytes: int
-    stream_bytes: int
-    kv_bytes: int
-    compute_bytes: int
-
-    @property
-    def n_bytes(self) -> int:
-        """All memory that the plan takes."""
-        return self.resident_bytes + self.stream_bytes + self.kv_bytes + self.compute_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class ContextPlan:
-    """A context: tokens each sequence may have, and cells that all sequences share."""
-
-    n_ctx: int
-    n_cells: int
-    n_bytes: int
-    parking_bytes: int = 1 << 30
-    """Memory for prefixes that are kept outside the cells."""
-
-
-def kv_bytes_per_cell(header: Header, kv_type: str) -> int:
-    """Return the bytes that one token takes in the KV cache, all layers together.
-
-    Layers without attention count 0 heads in the header; models with other caches (latent
-    attention) are overestimated, never underestimated.
-    """
-    arch = header.architecture
-    n_heads = _per_layer(header, "attention.head_count")
-    n_kv_heads = _per_layer(header, "attention.head_count_kv") or n_heads
-    n_embd_head = header.embedding_length // max(max(n_heads, default=1), 1)
-    n_k = header.get_int(f"{arch}.attention.key_length", n_embd_head)
-    n_v = header.get_int(f"{arch}.attention.value_length", n_embd_head)
-    return int(sum(n_kv_heads) * (n_k + n_v) * KV_BYTES[kv_type])
-
-
-def _per_layer(header: Header, key: str) -> list[int]:
-    """Return the value of an architecture key for each layer; it may be one number or an array."""
-    value = header.metadata.get(f"{header.architecture}.{key}")
-    if isinstance(value, Array):
-        return [int(v) for v in value.values()]
-    return [value] * header.block_count if isinstance(value, int) else []
-
-
-def plan_context(
-    n_ctx: int, n_slots: int, *, n_ctx_train: int, bytes_per_cell: int, budget_bytes: int,
-    widens: bool = True,
-) -> ContextPlan:  # fmt: skip
-    """Return the context for n_slots sequences of n_ctx tokens within budget_bytes.
-
-    The context is bounded by what the model was trained for. When memory is short, the sequences
-    share fewer cells first (they seldom are full all at once), then each gets a shorter context.
-    widens is false for models whose rope factors depend on the number of cells.
-    """
-    n_ctx = max(min(n_ctx, n_ctx_train) if n_ctx_train > 0 else n_ctx, 4)
-    n_fit = max(budget_bytes // max(bytes_per_cell, 1), MIN_CTX)
-    n_ctx = min(n_ctx, n_fit)
-    # Cells beyond the first sequence's take at most half of the memory.
-    n_cells = min(n_ctx * n_slots, max(n_ctx, n_fit // 2)) if widens else n_ctx
-    n_cells = -(-n_cells // 256) * 256  # llama.cpp rounds up to this
-    n_bytes = n_cells * bytes_per_cell
-    # Half of what is left, and no more than what the cells can hold.
-    parking_bytes = max(min((budget_bytes - n_bytes) // 2, N_PARKED * n_ctx * bytes_per_cell), 0)
-    return ContextPlan(n_ctx, n_cells, n_bytes, parking_bytes)
 
 
 def plan_weights(
@@ -177,10 +85,10 @@ def plan_weights(
     )  # fmt: skip
     if result.n_bytes > budget_bytes:
         raise DoesNotFit(
-            f"{header.path}: {mode} needs {_mib(result.n_bytes)} of memory at least"
-            f" ({_mib(resident)} of weights, {_mib(stream)} to stream the others,"
-            f" {_mib(kv_bytes)} of context, {_mib(compute_bytes)} of buffers),"
-            f" {_mib(budget_bytes)} is there; raise --memory or lower --context",
+            f"{header.path}: {mode} needs {format_mib(result.n_bytes)} of memory at least"
+            f" ({format_mib(resident)} of weights, {format_mib(stream)} to stream the others,"
+            f" {format_mib(kv_bytes)} of context, {format_mib(compute_bytes)} of buffers),"
+            f" {format_mib(budget_bytes)} is there; raise --memory or lower --context",
             result.n_bytes, budget_bytes,
         )  # fmt: skip
     return result
@@ -222,29 +130,8 @@ def plan_model_context(
     return plan_context(
         n_ctx, load.n_slots, n_ctx_train=header.context_length,
         bytes_per_cell=kv_bytes_per_cell(header, load.kv_type), budget_bytes=left,
-        widens=_widens(header),
+        widens=widens(header),
     )  # fmt: skip
-
-
-def _widens(header: Header) -> bool:
-    """Tell whether more cells than one sequence's leave the model's numbers as they are.
-
-    With two sets of rope factors llama.cpp chooses one by the number of cells.
-    """
-    return not any("rope_factors_long" in tensor.name for tensor in header.tensors)
-
-
-def describe(plan: WeightsPlan, budget_bytes: int) -> str:
-    """Return one line for the log: what is where."""
-    parts = [f"{plan.mode}: {_mib(plan.resident_bytes)} of weights in memory"]
-    if plan.streamed:
-        streamed = sum(tensor.n_bytes for tensor in plan.streamed)
-        parts.append(f"{_mib(streamed)} streamed through {_mib(plan.stream_bytes)}")
-        n_experts = sum(block.n_experts for blocks in plan.expert_blocks for block in blocks)
-        if n_experts:
-            parts.append(f"{sum(plan.pool_records)} of {n_experts} experts cached")
-    parts.append(f"{_mib(plan.kv_bytes)} for the context")
-    return f"{', '.join(parts)}; {_mib(budget_bytes)} is the budget"
 
 
 _Parts = tuple[
@@ -307,10 +194,6 @@ def _pin_evenly(tensors: list[Tensor], pin_bytes: int) -> tuple[int, list[Tensor
         else:
             others.append(tensor)
     return pinned, others
-
-
-def _mib(n_bytes: int) -> str:
-    return f"{n_bytes / 2**20:,.1f} MiB"
 
 
 def _span_room(n_bytes: int) -> int:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from headrace.engine.errors import ModelUnusable, WeightsUnreadable
 from headrace.engine.gguf import Header, Tensor
-from headrace.engine.placement import N_IO_THREADS, WeightsPlan
+from headrace.engine.plan import N_IO_THREADS, WeightsPlan
 from headrace.engine.routing import ExpertUsage
 from headrace.engine.weights import Stream, StreamStats, open_direct
 

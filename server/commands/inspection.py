@@ -18,7 +18,8 @@ from headrace.engine.forecast import at_disk_speed, forecast_load
 from headrace.engine.gguf import Header
 from headrace.engine.library import Model
 from headrace.engine.messages import Forecast, Load, Mode
-from headrace.engine.placement import WeightsPlan, plan_model, plan_model_context
+from headrace.engine.placement import plan_model, plan_model_context
+from headrace.engine.plan import WeightsPlan
 from headrace.engine.profile import DiskProfile, Profile
 from headrace.engine.routing import ExpertUsage
 from headrace.engine.tensors import TensorTable, read_tensors

@@ -20,7 +20,7 @@ from headrace.config.units import format_bytes
 from headrace.engine.disk import DEPTHS, REQUEST_BYTES
 from headrace.engine.disk_speed import PIECE_BYTES, Reads, measure_disk, measure_reads
 from headrace.engine.gguf import read_model
-from headrace.engine.placement import N_IO_THREADS
+from headrace.engine.plan import N_IO_THREADS
 from headrace.engine.profile import DiskPoint, DiskProfile
 from headrace.engine.tensors import TensorTable, read_tensors
 from headrace.server.commands.terminal import Terminal, print_json, speed

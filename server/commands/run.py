@@ -15,13 +15,14 @@ from pathlib import Path
 
 from headrace.config import Settings
 from headrace.config.settings import FlagParser, resolve
-from headrace.engine import placement
 from headrace.engine.cache_files import cache_folder
 from headrace.engine.errors import InvalidRequest
 from headrace.engine.hardware import this_machine
 from headrace.engine.library import Model, read_template
 from headrace.engine.loading import LoadedEngine
 from headrace.engine.messages import SamplingParams
+from headrace.engine.placement import plan_load
+from headrace.engine.plan import describe
 from headrace.server import log
 from headrace.server.commands import answers
 from headrace.server.commands.chat_session import ChatSession
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     if prompt is not None and not prompt.strip():
         raise InvalidRequest("the prompt is empty")
     model = Model.open(job.model, read_template(job.settings.chat_template_file))
-    load = placement.plan_load(model, replace(job.settings, parallel=1), this_machine())
+    load = plan_load(model, replace(job.settings, parallel=1), this_machine())
     say(f"loading {model.name}")
     try:
         engine = LocalEngine(load, learns=True)
@@ -111,7 +112,7 @@ class _Chat:
             "file": str(self._model.path),
             "size": f"{details.parameter_size} parameters, {details.quantization_level}",
             "context": f"{self._engine.n_ctx} tokens",
-            "memory": placement.describe(loaded.plan, loaded.budget_bytes),
+            "memory": describe(loaded.plan, loaded.budget_bytes),
         }
 
 
@@ -162,5 +163,5 @@ def _read_prompt() -> str:
 
 
 def _load_line(model: Model, loaded: LoadedEngine) -> str:
-    plan = placement.describe(loaded.plan, loaded.budget_bytes)
+    plan = describe(loaded.plan, loaded.budget_bytes)
     return f"{model.name}: {plan}; loaded in {loaded.load_ns / 1e9:.2f} s"

@@ -12,7 +12,7 @@ from reporting import report, smollm2
 from headrace.engine import hardware, llama
 from headrace.engine.engine import Engine
 from headrace.engine.messages import Done, Event, Generate, Load, SamplingParams
-from headrace.engine.placement import ContextPlan
+from headrace.engine.plan import ContextPlan
 
 N_TOKENS = 128
 N_RUNS = 7

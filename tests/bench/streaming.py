@@ -160,7 +160,7 @@ def direct_mb_per_s(path: Path, n_bytes: int = 2 << 30) -> float:
 
     They go to memory like the stream's: on 2 MiB pages, and touched before.
     """
-    from headrace.engine.placement import N_IO_THREADS
+    from headrace.engine.plan import N_IO_THREADS
     from headrace.native import Reader
 
     memory = mmap.mmap(-1, 2 * N_PIECES * MIB + 2 * MIB, flags=mmap.MAP_PRIVATE)

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import streaming_models
 
-from headrace.engine.placement import N_IO_THREADS
+from headrace.engine.plan import N_IO_THREADS
 from headrace.server.commands import iobench, profile
 
 pytestmark = pytest.mark.e2e

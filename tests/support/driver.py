@@ -26,7 +26,7 @@ from headrace.engine.messages import (
     Timings,
     Token,
 )
-from headrace.engine.placement import ContextPlan
+from headrace.engine.plan import ContextPlan
 
 _SAMPLING = {f.name for f in msgspec.structs.fields(SamplingParams)}
 _WORDS = (

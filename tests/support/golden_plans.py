@@ -26,10 +26,10 @@ from headrace.engine.placement import (
     DEFAULT_SLOTS,
     HEADROOM_BYTES,
     N_BATCH,
-    WeightsPlan,
     plan_model,
     plan_model_context,
 )
+from headrace.engine.plan import WeightsPlan
 from headrace.engine.profile import DiskPoint, DiskProfile, KernelSpeed, Profile
 from headrace.engine.profile_cache import keep_profile, read_facts
 from headrace.engine.tensors import TensorTable, read_tensors

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from headrace.engine import gguf, llama, placement
 from headrace.engine.messages import Mode
+from headrace.engine.plan import WeightsPlan
 from headrace.engine.streaming import WeightStream
 from headrace.engine.tensors import read_tensors
 
@@ -32,7 +33,7 @@ class Case:
     repacks: bool = False
 
 
-def plan(path: Path, share: float, mode: Mode | None = None) -> placement.WeightsPlan:
+def plan(path: Path, share: float, mode: Mode | None = None) -> WeightsPlan:
     """Return a plan that keeps a share of what can be streamed in memory."""
     header = gguf.read_model(path)
     table = read_tensors(header)
@@ -57,7 +58,7 @@ def plan(path: Path, share: float, mode: Mode | None = None) -> placement.Weight
     return replace(made, mode=mode, streamed=streamed, n_ring_slots=2 if share == 0 else 4)
 
 
-def load(path: Path, made: placement.WeightsPlan, case: Case) -> llama.Model:
+def load(path: Path, made: WeightsPlan, case: Case) -> llama.Model:
     """Load path streamed by a plan."""
     stream = WeightStream(
         gguf.read_model(path), made, llama.streaming_functions(), n_threads=3,

@@ -14,8 +14,9 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from headrace.engine import gguf, hardware, llama, placement
+from headrace.engine.context_plan import kv_bytes_per_cell
 from headrace.engine.openmp import openmp_environment  # noqa: F401  (the parent sets it)
-from headrace.engine.placement import N_IO_THREADS
+from headrace.engine.plan import N_IO_THREADS
 from headrace.engine.streaming import WeightStream
 from headrace.engine.tensors import read_tensors
 from headrace.engine.weights import StreamStats
@@ -35,7 +36,7 @@ def load(arguments: argparse.Namespace) -> tuple[llama.Model, int]:
         return llama.Model(arguments.model, repacks=False), arguments.n_batch
     header = gguf.read_model(arguments.model)
     table = read_tensors(header)
-    kv_bytes = N_CTX * placement.kv_bytes_per_cell(header, "f16")
+    kv_bytes = N_CTX * kv_bytes_per_cell(header, "f16")
     plan = placement.plan_weights(
         header, table, mode=arguments.mode, budget_bytes=arguments.memory, kv_bytes=kv_bytes,
         n_batch=arguments.n_batch, n_slots=1,

@@ -16,7 +16,7 @@ from headrace.engine.errors import DoesNotFit, EngineError
 from headrace.engine.forecast import at_disk_speed, calibrate, forecast
 from headrace.engine.gguf import Header, read_model
 from headrace.engine.messages import Forecast
-from headrace.engine.placement import WeightsPlan
+from headrace.engine.plan import WeightsPlan
 from headrace.engine.profile import KernelSpeed, Profile
 from headrace.engine.routing import ExpertUsage
 from headrace.engine.tensors import TensorTable, read_tensors

@@ -18,9 +18,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server": {"config", "engine"},
 }
 NEAR_SIDE = {
-    "cache_files", "chat", "client", "corrections", "disk", "errors", "forecast", "gguf",
-    "gguf_source", "hardware", "library", "memory", "messages", "openmp", "placement", "profile",
-    "profile_cache", "profiling", "routing", "template", "tensors",
+    "cache_files", "chat", "client", "context_plan", "corrections", "disk", "errors",
+    "forecast", "gguf", "gguf_source", "hardware", "library", "memory", "messages", "openmp",
+    "pass_time", "placement", "plan", "profile", "profile_cache", "profiling", "routing",
+    "template", "tensors",
 }  # fmt: skip
 # Commands that are a process of their own; cli.py imports them when they are asked for.
 IN_PROCESS = {ROOT / "server" / "checksum.py", *(ROOT / "server" / "commands").glob("*.py")}

@@ -14,17 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config import Settings
+from headrace.engine.context_plan import MIN_CTX, kv_bytes_per_cell, plan_context
 from headrace.engine.gguf import Array, Header, SourceFile
 from headrace.engine.hardware import CoreKind, Cpu, Topology
 from headrace.engine.library import Details, Model, Name
-from headrace.engine.placement import (
-    DEFAULT_SLOTS,
-    MIN_CTX,
-    ContextPlan,
-    kv_bytes_per_cell,
-    plan_context,
-    plan_load,
-)
+from headrace.engine.placement import DEFAULT_SLOTS, plan_load
+from headrace.engine.plan import ContextPlan
 
 PATH = Path("/models/a.gguf")
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from headrace.engine import gguf, placement
 from headrace.engine.errors import DoesNotFit, ModelUnusable
 from headrace.engine.messages import Mode
+from headrace.engine.plan import WeightsPlan
 from headrace.engine.tensors import TensorTable, read_tensors
 
 MIB = 1 << 20
@@ -29,7 +30,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Read]:
     return found
 
 
-def plan(read: Read, budget_bytes: int, mode: Mode = "auto") -> placement.WeightsPlan:
+def plan(read: Read, budget_bytes: int, mode: Mode = "auto") -> WeightsPlan:
     return placement.plan_weights(
         *read, mode=mode, budget_bytes=budget_bytes, kv_bytes=MIB, n_batch=32, n_slots=1
     )

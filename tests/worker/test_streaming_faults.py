@@ -14,11 +14,11 @@ import streamed
 from child import run_python
 from streamed import Case
 
-from headrace.engine import gguf, llama, placement
+from headrace.engine import gguf, llama
 from headrace.engine.engine import Engine
 from headrace.engine.errors import ModelUnusable, WeightsUnreadable
 from headrace.engine.messages import Done, Event, Failed, Generate, Load, SamplingParams, Token
-from headrace.engine.placement import ContextPlan
+from headrace.engine.plan import ContextPlan, WeightsPlan
 from headrace.engine.streaming import WeightStream
 
 Built = Callable[[str], Path]
@@ -34,19 +34,19 @@ def path(request: pytest.FixtureRequest, built: Built, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def plan(path: Path) -> placement.WeightsPlan:
+def plan(path: Path) -> WeightsPlan:
     return streamed.plan(path, 0)
 
 
 @pytest.fixture
-def model(path: Path, plan: placement.WeightsPlan) -> Iterator[llama.Model]:
+def model(path: Path, plan: WeightsPlan) -> Iterator[llama.Model]:
     model = streamed.load(path, plan, Case(0))
     yield model
     model.close()
 
 
 def test_a_file_truncated_while_loaded_fails_the_step_with_file_offset_and_reason(
-    path: Path, plan: placement.WeightsPlan, model: llama.Model
+    path: Path, plan: WeightsPlan, model: llama.Model
 ) -> None:
     streamed.run(model, plan.n_ubatch, n_decode=2)
     last = max(tensor.offset_bytes for tensor in plan.streamed)
@@ -59,7 +59,7 @@ def test_a_file_truncated_while_loaded_fails_the_step_with_file_offset_and_reaso
 
 
 def test_a_file_overwritten_while_loaded_is_never_answered_from(
-    path: Path, plan: placement.WeightsPlan, model: llama.Model
+    path: Path, plan: WeightsPlan, model: llama.Model
 ) -> None:
     streamed.run(model, plan.n_ubatch, n_decode=2)
     with path.open("r+b") as file:
@@ -70,7 +70,7 @@ def test_a_file_overwritten_while_loaded_is_never_answered_from(
 
 
 def test_a_file_replaced_while_loaded_goes_on_as_it_was(
-    path: Path, plan: placement.WeightsPlan, model: llama.Model, tmp_path: Path
+    path: Path, plan: WeightsPlan, model: llama.Model, tmp_path: Path
 ) -> None:
     before = streamed.run(model, plan.n_ubatch, n_decode=4)
     other = tmp_path / "other"
@@ -80,7 +80,7 @@ def test_a_file_replaced_while_loaded_goes_on_as_it_was(
 
 
 def test_a_file_truncated_while_it_is_loaded_is_refused_and_closed(
-    path: Path, plan: placement.WeightsPlan
+    path: Path, plan: WeightsPlan
 ) -> None:
     header = gguf.read_model(path)
     stream = WeightStream(header, plan, llama.streaming_functions())
@@ -93,7 +93,7 @@ def test_a_file_truncated_while_it_is_loaded_is_refused_and_closed(
 
 
 def test_a_file_replaced_after_its_header_was_read_is_refused(
-    path: Path, plan: placement.WeightsPlan
+    path: Path, plan: WeightsPlan
 ) -> None:
     header = gguf.read_model(path)
     copy = shutil.copy(path, path.with_suffix(".copy"))
@@ -166,7 +166,7 @@ def engine_of(model: llama.Model, path: Path, events: list[Event], n_ubatch: int
 
 
 def test_a_request_whose_weights_fail_says_so_and_others_are_not_hurt(
-    path: Path, plan: placement.WeightsPlan, model: llama.Model
+    path: Path, plan: WeightsPlan, model: llama.Model
 ) -> None:
     events: list[Event] = []
     engine = engine_of(model, path, events, plan.n_ubatch)
@@ -180,7 +180,7 @@ def test_a_request_whose_weights_fail_says_so_and_others_are_not_hurt(
 
 
 def test_cancelled_requests_leave_others_the_resident_models_text(
-    path: Path, plan: placement.WeightsPlan, model: llama.Model
+    path: Path, plan: WeightsPlan, model: llama.Model
 ) -> None:
     texts = []
     for loaded in (model, llama.Model(path, repacks=False)):

@@ -1,0 +1,73 @@
+"""How many cells and slots a context gets, and what they take.
+
+In: a model's header, what is asked for, memory. Out: bytes, a ContextPlan. Pure; knows nothing of
+where weights are.
+"""
+
+from __future__ import annotations
+
+from headrace.engine.gguf import Array, Header
+from headrace.engine.plan import ContextPlan
+
+# Bytes of one element of the KV cache: block bytes / block elements of the ggml types.
+KV_BYTES = {
+    "f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q5_1": 24 / 32, "q5_0": 22 / 32,
+    "q4_1": 20 / 32, "q4_0": 18 / 32, "iq4_nl": 18 / 32,
+}  # fmt: skip
+
+MIN_CTX = 256
+# Full contexts that may be parked outside the cells.
+N_PARKED = 4
+
+
+def kv_bytes_per_cell(header: Header, kv_type: str) -> int:
+    """Return the bytes that one token takes in the KV cache, all layers together.
+
+    Layers without attention count 0 heads in the header; models with other caches (latent
+    attention) are overestimated, never underestimated.
+    """
+    arch = header.architecture
+    n_heads = _per_layer(header, "attention.head_count")
+    n_kv_heads = _per_layer(header, "attention.head_count_kv") or n_heads
+    n_embd_head = header.embedding_length // max(max(n_heads, default=1), 1)
+    n_k = header.get_int(f"{arch}.attention.key_length", n_embd_head)
+    n_v = header.get_int(f"{arch}.attention.value_length", n_embd_head)
+    return int(sum(n_kv_heads) * (n_k + n_v) * KV_BYTES[kv_type])
+
+
+def _per_layer(header: Header, key: str) -> list[int]:
+    """Return the value of an architecture key for each layer; it may be one number or an array."""
+    value = header.metadata.get(f"{header.architecture}.{key}")
+    if isinstance(value, Array):
+        return [int(v) for v in value.values()]
+    return [value] * header.block_count if isinstance(value, int) else []
+
+
+def plan_context(
+    n_ctx: int, n_slots: int, *, n_ctx_train: int, bytes_per_cell: int, budget_bytes: int,
+    widens: bool = True,
+) -> ContextPlan:  # fmt: skip
+    """Return the context for n_slots sequences of n_ctx tokens within budget_bytes.
+
+    The context is bounded by what the model was trained for. When memory is short, the sequences
+    share fewer cells first (they seldom are full all at once), then each gets a shorter context.
+    widens is false for models whose rope factors depend on the number of cells.
+    """
+    n_ctx = max(min(n_ctx, n_ctx_train) if n_ctx_train > 0 else n_ctx, 4)
+    n_fit = max(budget_bytes // max(bytes_per_cell, 1), MIN_CTX)
+    n_ctx = min(n_ctx, n_fit)
+    # Cells beyond the first sequence's take at most half of the memory.
+    n_cells = min(n_ctx * n_slots, max(n_ctx, n_fit // 2)) if widens else n_ctx
+    n_cells = -(-n_cells // 256) * 256  # llama.cpp rounds up to this
+    n_bytes = n_cells * bytes_per_cell
+    # Half of what is left, and no more than what the cells can hold.
+    parking_bytes = max(min((budget_bytes - n_bytes) // 2, N_PARKED * n_ctx * bytes_per_cell), 0)
+    return ContextPlan(n_ctx, n_cells, n_bytes, parking_bytes)
+
+
+def widens(header: Header) -> bool:
+    """Tell whether more cells than one sequence's leave the model's numbers as they are.
+
+    With two sets of rope factors llama.cpp chooses one by the number of cells.
+    """
+    return not any("rope_factors_long" in tensor.name for tensor in header.tensors)
