@@ -126,6 +126,9 @@ _ORIGINS = _Kind(_parse_origins, 'comma-separated "*", patterns with * or scheme
 _PATH = _Kind(_parse_path, "the path of a file")
 _KV_CACHE_TYPE = _choice("f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl")
 _MEMORY = _Kind(_parse_memory, 'bytes or a size such as "3GiB"')
+_VRAM = _Kind(
+    lambda value: None if value == "" else _parse_memory(value), 'bytes or a size such as "8GiB"'
+)
 _MODE = _choice("auto full-resident expert-streaming dense-ffn-streaming")
 _LOG_LEVEL = _choice("debug info warning error")
 _PARALLEL = _whole(0, 128)  # llama-cparams.h, LLAMA_MAX_SEQ: 256 sequences, some for idle ones
@@ -177,6 +180,9 @@ class Settings:
     )
     memory: int = _setting(
         _MEMORY, "0", "memory of a model with its context, 0 for what is available"
+    )
+    vram: int | None = _setting(
+        _VRAM, "", "memory of a GPU for a model, 0 for no GPU, none for what is free"
     )
     mode: str = _setting(_MODE, "auto", "what of a model stays in memory")
     threads: int = _setting(
@@ -300,6 +306,8 @@ def _shown(value: object) -> str:
             return format_duration(value)
         case tuple():
             return ",".join(value) or "none"
+        case None:
+            return "none"
         case _:
             return str(value) or "none"
 

@@ -82,7 +82,8 @@ def kernel_speed(memory: Bytes, name: str, type_id: int, n_threads: int) -> Kern
             speeds.append(measure(bench))
         finally:
             bench.graph.close()
-    return KernelSpeed(name, *speeds)
+    decode_bytes_per_s, prefill_flops, expert_prefill_flops = speeds
+    return KernelSpeed(name, decode_bytes_per_s, prefill_flops, expert_prefill_flops)
 
 
 class _Bench:

@@ -20,8 +20,8 @@ MIN_CTX = 256
 N_PARKED = 4
 
 
-def kv_bytes_per_cell(header: Header, kv_type: str) -> int:
-    """Return the bytes that one token takes in the KV cache, all layers together.
+def kv_bytes_per_cell(header: Header, kv_type: str, layers: slice = slice(None)) -> int:
+    """Return the bytes that one token takes in the KV cache, all of these layers together.
 
     Layers without attention count 0 heads in the header; models with other caches (latent
     attention) are overestimated, never underestimated.
@@ -32,7 +32,7 @@ def kv_bytes_per_cell(header: Header, kv_type: str) -> int:
     n_embd_head = header.embedding_length // max(max(n_heads, default=1), 1)
     n_k = header.get_int(f"{arch}.attention.key_length", n_embd_head)
     n_v = header.get_int(f"{arch}.attention.value_length", n_embd_head)
-    return int(sum(n_kv_heads) * (n_k + n_v) * KV_BYTES[kv_type])
+    return int(sum(n_kv_heads[layers]) * (n_k + n_v) * KV_BYTES[kv_type])
 
 
 def _per_layer(header: Header, key: str) -> list[int]:
@@ -45,9 +45,9 @@ def _per_layer(header: Header, key: str) -> list[int]:
 
 def plan_context(
     n_ctx: int, n_slots: int, *, n_ctx_train: int, bytes_per_cell: int, budget_bytes: int,
-    widens: bool = True,
+    vram_bytes_per_cell: int = 0, vram_budget_bytes: int = 0, widens: bool = True,
 ) -> ContextPlan:  # fmt: skip
-    """Return the context for n_slots sequences of n_ctx tokens within budget_bytes.
+    """Return the context for n_slots sequences of n_ctx tokens within both budgets.
 
     The context is bounded by what the model was trained for. When memory is short, the sequences
     share fewer cells first (they seldom are full all at once), then each gets a shorter context.
@@ -55,14 +55,17 @@ def plan_context(
     """
     n_ctx = max(min(n_ctx, n_ctx_train) if n_ctx_train > 0 else n_ctx, 4)
     n_fit = max(budget_bytes // max(bytes_per_cell, 1), MIN_CTX)
+    if vram_bytes_per_cell:
+        n_fit = max(min(n_fit, vram_budget_bytes // vram_bytes_per_cell), MIN_CTX)
     n_ctx = min(n_ctx, n_fit)
     # Cells beyond the first sequence's take at most half of the memory.
     n_cells = min(n_ctx * n_slots, max(n_ctx, n_fit // 2)) if widens else n_ctx
     n_cells = -(-n_cells // 256) * 256  # llama.cpp rounds up to this
     n_bytes = n_cells * bytes_per_cell
     # Half of what is left, and no more than what the cells can hold.
-    parking_bytes = max(min((budget_bytes - n_bytes) // 2, N_PARKED * n_ctx * bytes_per_cell), 0)
-    return ContextPlan(n_ctx, n_cells, n_bytes, parking_bytes)
+    parked_bytes = N_PARKED * n_ctx * (bytes_per_cell + vram_bytes_per_cell)
+    parking_bytes = max(min((budget_bytes - n_bytes) // 2, parked_bytes), 0)
+    return ContextPlan(n_ctx, n_cells, n_bytes, parking_bytes, n_cells * vram_bytes_per_cell)
 
 
 def widens(header: Header) -> bool:

@@ -41,7 +41,13 @@ def forecast(
     Raises:
         EngineError: the profile has no kernels.
     """
-    model = CostModel.of(profile, disk, table, usage)
+    return _forecast(CostModel.of(profile, disk, table, usage), plan, correction, larger)
+
+
+def _forecast(
+    model: CostModel, plan: WeightsPlan, correction: float,
+    larger: Sequence[tuple[int, WeightsPlan]],
+) -> Forecast:  # fmt: skip
     decode, prefill = model.decode(plan), model.prefill(plan)
     types = sorted({tensor.type_name for tensor, _ in model.matrices()} - FLOATS)
     is_routed = bool(plan.expert_blocks)
@@ -49,12 +55,12 @@ def forecast(
         decode_tokens_per_s=correction / decode.seconds,
         ttft_s_per_1000_tokens=N_PROMPT / n_prefill(plan) * prefill.seconds,
         load_s=model.load_s(plan),
-        limit=model.limit(decode),
+        limit=model.limit(plan, decode),
         read_bytes_per_token=decode.read_bytes,
         expert_hit_rate=model.hit_rate(plan) if is_routed else None,
-        hit_rate_source=("prior" if usage is None else "learnt") if is_routed else None,
+        hit_rate_source=("learnt" if model.is_learnt else "prior") if is_routed else None,
         correction=correction,
-        unmeasured_types=tuple(name for name in types if profile.kernel(name) is None),
+        unmeasured_types=tuple(name for name in types if not model.is_measured(name, plan)),
         more_memory=tuple(_more_memory(model, *other, correction) for other in larger),
     )
 
@@ -68,15 +74,13 @@ def at_disk_speed(load: Load, disk: DiskProfile) -> Load:
 
 
 def forecast_load(
-    header: Header, table: TensorTable, load: Load, plan: WeightsPlan, budget_bytes: int,
-    profile: Profile, disk: DiskProfile, *, usage: ExpertUsage | None, correction: float,
+    header: Header, load: Load, plan: WeightsPlan, budget_bytes: int, cost: CostModel, *,
+    correction: float,
 ) -> Forecast:  # fmt: skip
     """Return what to expect of a model that is loaded by plan, and of one with larger budgets."""
     budgets = [budget_bytes * (100 + percent) // 100 for percent in MORE_PERCENT]
-    larger = [(budget, plan_model(header, table, load, budget)) for budget in budgets]
-    return forecast(
-        profile, disk, table, plan, usage=usage, correction=correction, larger=larger
-    )  # fmt: skip
+    larger = [(budget, plan_model(header, cost.table, load, budget, cost)) for budget in budgets]
+    return _forecast(cost, plan, correction, larger)
 
 
 def calibrate(forecast: Forecast, measured_tokens_per_s: float) -> float:
@@ -97,5 +101,5 @@ def _more_memory(
         budget_bytes=budget_bytes,
         mode=plan.mode,
         decode_tokens_per_s=correction / decode.seconds,
-        limit=model.limit(decode),
+        limit=model.limit(plan, decode),
     )

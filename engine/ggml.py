@@ -77,14 +77,18 @@ def list_gpus() -> tuple[GpuDevice, ...]:
     gpus = []
     for i in range(_call("ggml_backend_dev_count")):
         device = _call("ggml_backend_dev_get", i)
-        if _call("ggml_backend_dev_type", device) in (_GPU, _INTEGRATED_GPU):
+        kind = _call("ggml_backend_dev_type", device)
+        if kind in (_GPU, _INTEGRATED_GPU):
             free, total = c_size_t(), c_size_t()
             _call("ggml_backend_dev_memory", device, ctypes.byref(free), ctypes.byref(total))
             name, description = (
                 _call(f"ggml_backend_dev_{what}", device).decode(errors="replace")
                 for what in ("name", "description")
             )
-            gpus.append(GpuDevice(name, description, total.value, free.value))
+            is_integrated = kind == _INTEGRATED_GPU
+            gpus.append(
+                GpuDevice(name, description, total.value, free.value, is_integrated=is_integrated)
+            )
     return tuple(gpus)
 
 

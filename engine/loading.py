@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from headrace.engine import placement
 from headrace.engine.corrections import keep_correction, read_corrections
 from headrace.engine.forecast import at_disk_speed, calibrate, forecast_load
@@ -24,11 +26,11 @@ from headrace.engine.memory import this_memory
 from headrace.engine.messages import Event, Forecast, Load, Loaded, Tiers
 from headrace.engine.openmp import installed_environment
 from headrace.engine.pace import Pace
+from headrace.engine.pass_time import CostModel
 from headrace.engine.plan import WeightsPlan, describe
-from headrace.engine.profile import DiskProfile, Profile
 from headrace.engine.profile_cache import read_measured
 from headrace.engine.routing import ExpertUsage
-from headrace.engine.tensors import TensorTable, read_tensors
+from headrace.engine.tensors import read_tensors
 from headrace.engine.usage import keep_usage, read_usage
 
 if TYPE_CHECKING:
@@ -112,15 +114,19 @@ def load_engine(
     budget = budget_bytes(load)
     table = read_tensors(header)
     measured = read_measured(this_machine(), load.n_threads, header.path)
+    usage = read_usage(header, table.experts) if table.experts else None
+    cost = None
     if measured is not None:
         load = at_disk_speed(load, measured[1])
-    plan = placement.plan_model(header, table, load, budget)
+        cost = CostModel.of(*measured, table, usage)
+    # Layers on a GPU are planned, but this engine does not load them.
+    load = msgspec.structs.replace(load, vram_bytes=0)
+    plan = placement.plan_model(header, table, load, budget, cost)
     logger.info("%s", describe(plan, budget))
-    usage = read_usage(header, table.experts) if plan.expert_blocks else None
-    expected = _forecast(header, table, load, plan, budget, measured, usage)
+    expected = _forecast(header, load, plan, budget, cost)
     llama.start_backend()
     model = _load_model(header, plan, repacks=repacks)
-    if model.stream is not None and usage is not None:
+    if model.stream is not None and plan.expert_blocks and usage is not None:
         model.stream.expect(usage)
     plan_context = partial(placement.plan_model_context, header, load, plan, budget)
     pace = Pace(expected.decode_tokens_per_s if expected else None)
@@ -143,21 +149,18 @@ def pin(cpus: tuple[int, ...]) -> None:
 
 
 def _forecast(
-    header: Header, table: TensorTable, load: Load, plan: WeightsPlan, budget_bytes: int,
-    measured: tuple[Profile, DiskProfile] | None, usage: ExpertUsage | None,
-) -> Forecast | None:  # fmt: skip
+    header: Header, load: Load, plan: WeightsPlan, budget_bytes: int, cost: CostModel | None
+) -> Forecast | None:
     """Return what to expect of a model; nothing is measured for it here, that takes seconds."""
-    if measured is None:
+    if cost is None:
         logger.info(
             "no forecast: this machine with %d threads, or the disk that holds the model, was not"
             " measured yet; `headrace profile %s` does that, with as many threads as by default",
             load.n_threads, header.path,
         )  # fmt: skip
         return None
-    correction = read_corrections(header, measured[0].key).get(plan.mode, 1.0)
-    return forecast_load(
-        header, table, load, plan, budget_bytes, *measured, usage=usage, correction=correction
-    )
+    correction = read_corrections(header, cost.profile.key).get(plan.mode, 1.0)
+    return forecast_load(header, load, plan, budget_bytes, cost, correction=correction)
 
 
 def _load_model(header: Header, plan: WeightsPlan, *, repacks: bool) -> Model:

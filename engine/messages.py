@@ -66,6 +66,8 @@ class Load(Message, frozen=True, kw_only=True):
     log_level: str = "info"
     memory_bytes: int = 0
     """Weights, streaming, context and compute buffers together; 0: what the machine has free."""
+    vram_bytes: int | None = None
+    """All of it that is on a GPU; 0: no GPU is used; None: what the GPU has free."""
     mode: Mode = "auto"
     disk_bytes_per_s: float = 0.0
     """Of reads in order from the disk that holds the model; 0: not known."""

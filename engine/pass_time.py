@@ -1,7 +1,8 @@
 """How long a forward pass of a planned model takes: its arithmetic, its reads, and their overlap.
 
 In: what was measured of the machine, a model's tensors, what was learnt of its experts, a plan.
-Out: a PassTime. Pure; knows neither how plans are made nor what is told of them.
+Out: a PassTime, and the parts that it is made of, for those who look for the best plan. Pure;
+knows neither how plans are made nor what is told of them.
 
 A pass takes the longer of its arithmetic and its reads, as far as the two overlap, and their sum as
 far as they don't. Figures are those of one sequence with a short context.
@@ -11,14 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from headrace.engine.errors import EngineError
 from headrace.engine.gguf import Tensor
 from headrace.engine.messages import Limit
 from headrace.engine.plan import N_IO_THREADS, WeightsPlan
-from headrace.engine.profile import DiskProfile, KernelSpeed, Profile
-from headrace.engine.routing import ExpertUsage, Routing
-from headrace.engine.tensors import TensorTable
+from headrace.engine.profile import DiskProfile, GpuDevice, KernelSpeed, Profile
+from headrace.engine.routing import ExpertUsage, HitCurve, Routing
+from headrace.engine.tensors import ExpertBlock, TensorTable
+
+Place = Literal["vram", "ram", "stream"]
+"""Where the weights of a product are; the last are read first, and multiplied as they lie."""
 
 N_PROMPT = 1000
 # native/readers.h, READERS_PIECE_BYTES
@@ -29,19 +37,24 @@ _READ_AHEAD_BYTES, _READ_AHEAD_DEPTH = 128 << 10, 2
 # others gained 5 to 17 % by guessing the next layer's experts, 9 to 24 % by computing what is there
 # while the rest is read. The low ends give a quarter; tests/bench/streaming.py on two cores, which
 # also do the reading, gave less.
-_HIDDEN_MISSES = 0.2
+HIDDEN_MISSES = 0.2
+# Of reads through the ring: all that the arithmetic takes.
+HIDDEN_DENSE = 1.0
 # native/callback.c, ALL_CHOSEN: from so many choices for each expert on layers are read ahead whole
 _ALL_CHOSEN = 3
 # Of a block's operations beside its products with weights, and of the threads that wait for each
 # other between them. SmolLM2's 30 blocks: 7.4 ms for a token, 6.0 of them for products.
-_BLOCK_S = 50e-6
+BLOCK_S = 50e-6
+# Of a layer on a GPU, for what of it the CPU computes: the activations go there and back, some KB
+# each, and both wait. About what copies of that size take over PCIe; not measured.
+HOP_S = 25e-6
 # Of what reading memory alone reaches: kernels that are that fast wait for memory.
 _MEMORY_BOUND = 0.7
 # Rows are picked out of these, they are no matrices to multiply with.
-_LOOKED_UP = frozenset({
+LOOKED_UP = frozenset({
     "token_embd.weight", "per_layer_token_embd.weight", "position_embd.weight", "token_types.weight"
 })  # fmt: skip
-_OUTPUT = "output.weight"
+OUTPUT, EMBEDDING = "output.weight", "token_embd.weight"
 FLOATS = frozenset({"F32", "F16", "BF16"})
 
 
@@ -57,7 +70,16 @@ class PassTime:
     @property
     def seconds(self) -> float:
         """How long it takes."""
-        return max(self.compute_s, self.hidden * self.read_s) + (1 - self.hidden) * self.read_s
+        return float(overlapped(self.compute_s, self.read_s, self.hidden))
+
+
+def overlapped(
+    compute_s: npt.NDArray[np.float64] | float, read_s: npt.NDArray[np.float64] | float,
+    hidden: float,
+) -> npt.NDArray[np.float64]:  # fmt: skip
+    """Return the seconds of passes of which a share of the reads is hidden."""
+    seconds = np.maximum(compute_s, np.multiply(hidden, read_s)) + np.multiply(1 - hidden, read_s)
+    return np.asarray(seconds, dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +89,14 @@ class CostModel:
     profile: Profile
     disk: DiskProfile
     table: TensorTable
+    gpu: GpuDevice | None
+    """The one that plans may use."""
     routings: tuple[Routing, ...]
     """Of each pool of the table."""
+    curves: tuple[HitCurve, ...]
+    """Likewise."""
+    is_learnt: bool
+    """Whether the routings are; else they are a prior."""
 
     @classmethod
     def of(
@@ -79,45 +107,44 @@ class CostModel:
         Raises:
             EngineError: the profile has no kernels.
         """
-        if not profile.kernels:
+        if all(kernel.backend != "CPU" for kernel in profile.kernels):
             raise EngineError("the hardware profile has no kernel speeds, expected one at least")
-        return cls(profile, disk, table, tuple(_routings(table, usage)))
+        routings = tuple(_routings(table, usage))
+        curves = tuple(routing.hit_curve() for routing in routings)
+        gpu = _usable_gpu(profile)
+        return cls(profile, disk, table, gpu, routings, curves, usage is not None)
 
     def decode(self, plan: WeightsPlan) -> PassTime:
         """Return the pass of one token."""
-        compute_s = self.table.n_blocks * _BLOCK_S + sum(
-            tensor.n_bytes * share / self._decode_speed(tensor) for tensor, share in self.matrices()
+        places = _Places.of(plan, self.table)
+        compute_s = self.table.n_blocks * BLOCK_S + places.n_hops * HOP_S
+        compute_s += sum(
+            self.product_s(tensor, share, places.of_matrix(tensor))
+            for tensor, share in self.matrices()
         )
         if not plan.expert_blocks:
-            return PassTime(compute_s, *self._read_dense(plan), hidden=1.0)
+            return PassTime(compute_s, *self._read_dense(plan), hidden=HIDDEN_DENSE)
         missed = [
-            (1 - routing.hit_rate(n_records)) * routing.n_blocks * routing.n_used
-            for routing, n_records in zip(self.routings, plan.pool_records, strict=True)
+            (1 - pool.hit_rate(pool.n_records)) * pool.n_choices for pool in self._pools(plan)
         ]
-        return PassTime(compute_s, *self._read_experts(plan, missed), hidden=_HIDDEN_MISSES)
+        return PassTime(compute_s, *self._read_experts(plan, missed), hidden=HIDDEN_MISSES)
 
     def prefill(self, plan: WeightsPlan) -> PassTime:
         """Return the pass of a physical batch of a prompt."""
         n = n_prefill(plan)
-        compute_s = self._prefill_compute_s(n)
+        compute_s = self._prefill_compute_s(n, _Places.of(plan, self.table))
         if not plan.expert_blocks:
-            return PassTime(compute_s, *self._read_dense(plan), hidden=1.0)
-        missed = [
-            _misses_of_batch(routing, n_records, n)
-            for routing, n_records in zip(self.routings, plan.pool_records, strict=True)
-        ]
+            return PassTime(compute_s, *self._read_dense(plan), hidden=HIDDEN_DENSE)
+        missed = [pool.misses_of_batch(n) for pool in self._pools(plan)]
         n_experts = max(block.n_experts for block in self.table.experts)
-        hidden = 1.0 if n * self.table.n_used >= _ALL_CHOSEN * n_experts else _HIDDEN_MISSES
+        hidden = 1.0 if n * self.table.n_used >= _ALL_CHOSEN * n_experts else HIDDEN_MISSES
         return PassTime(compute_s, *self._read_experts(plan, missed), hidden=hidden)
 
     def hit_rate(self, plan: WeightsPlan) -> float:
         """Return the hit rate of all pools together."""
-        choices = [routing.n_blocks * routing.n_used for routing in self.routings]
-        rates = [
-            routing.hit_rate(n_records)
-            for routing, n_records in zip(self.routings, plan.pool_records, strict=True)
-        ]
-        return sum(n * rate for n, rate in zip(choices, rates, strict=True)) / sum(choices)
+        pools = self._pools(plan)
+        hits = sum(pool.n_choices * pool.hit_rate(pool.n_records) for pool in pools)
+        return hits / sum(pool.n_choices for pool in pools)
 
     def load_s(self, plan: WeightsPlan) -> float:
         """Return the seconds until all that stays in memory is there."""
@@ -125,22 +152,25 @@ class CostModel:
             size, depth = _READ_AHEAD_BYTES, _READ_AHEAD_DEPTH
         else:
             size, depth = PIECE_BYTES, N_IO_THREADS
-        read_s = plan.resident_bytes / self.disk.bytes_per_s(size, depth, is_random=False)
+        n_bytes = plan.resident_bytes + sum(tensor.n_bytes for tensor in plan.in_vram)
+        read_s = n_bytes / self.disk.bytes_per_s(size, depth, is_random=False)
         return read_s + plan.stream_bytes / self.profile.memory_bytes_per_s
 
-    def limit(self, decode: PassTime) -> Limit:
+    def limit(self, plan: WeightsPlan, decode: PassTime) -> Limit:
         """Return what a token's pass waits for most."""
         if decode.read_s > decode.compute_s:
             return "disk"
-        n_bytes = sum(tensor.n_bytes * share for tensor, share in self.matrices())
-        is_fast = n_bytes >= _MEMORY_BOUND * self.profile.memory_bytes_per_s * decode.compute_s
-        return "memory bandwidth" if is_fast else "compute"
+        places = _Places.of(plan, self.table)
+        memory_s = sum(
+            tensor.n_bytes * share / self._memory_speed(places.of_matrix(tensor))
+            for tensor, share in self.matrices()
+        )
+        return "memory bandwidth" if memory_s >= _MEMORY_BOUND * decode.compute_s else "compute"
 
     def matrices(self) -> Iterable[tuple[Tensor, float]]:
         """Yield the tensors that a token is multiplied with, and the share of each that is used."""
-        is_tied = all(tensor.name != _OUTPUT for tensor in self.table.trunk)
         for tensor in self.table.trunk:
-            if tensor.name not in _LOOKED_UP or (is_tied and tensor.name == "token_embd.weight"):
+            if is_matrix(tensor, self.table):
                 yield tensor, 1.0
         for item in self.table.dense:
             yield item.tensor, 1.0
@@ -148,62 +178,179 @@ class CostModel:
             for part in block.parts:
                 yield part, min(self.table.n_used / block.n_experts, 1.0)
 
-    def _prefill_compute_s(self, n_tokens: int) -> float:
+    def is_measured(self, type_name: str, plan: WeightsPlan) -> bool:
+        """Tell whether the kernels of a type were measured wherever plan may use them."""
+        backends = ("CPU", self.gpu.name) if plan.gpu and self.gpu else ("CPU",)
+        return all(self.profile.kernel(type_name, backend) is not None for backend in backends)
+
+    def product_s(self, tensor: Tensor, share: float, place: Place) -> float:
+        """Return the seconds of one token's product with a share of tensor."""
+        return tensor.n_bytes * share / self._decode_speed(tensor.type_name, place)
+
+    def dense_read_s(self, n_bytes: float) -> float:
+        """Return the seconds of reading so much through the ring."""
+        return n_bytes / self.disk.bytes_per_s(PIECE_BYTES, N_IO_THREADS, is_random=False)
+
+    def expert_read_s(self, block: ExpertBlock) -> float:
+        """Return the seconds of reading one expert of block.
+
+        At full depth: where a layer misses too few to fill the queue, the disk does not limit.
+        """
+        return sum(
+            n / self.disk.bytes_per_s(min(n, PIECE_BYTES), N_IO_THREADS, is_random=True)
+            for n in block.slice_bytes
+        )
+
+    def _pools(self, plan: WeightsPlan) -> list[_Pool]:
+        """Return the pools of records that plan has."""
+        of_shape = {pool[0].shape: i for i, pool in enumerate(self.table.pools)}
+        return [
+            _Pool(self.routings[i], self.curves[i], len(blocks), n_records)
+            for blocks, n_records in zip(plan.expert_blocks, plan.pool_records, strict=True)
+            for i in [of_shape[blocks[0].shape]]
+        ]
+
+    def _prefill_compute_s(self, n_tokens: int, places: _Places) -> float:
         """Return the arithmetic of n_tokens: no product is faster than going through its weights.
 
         Of the output only the last token's row is asked for.
         """
         seconds = 0.0
         for tensor in (*self.table.trunk, *(item.tensor for item in self.table.dense)):
-            if len(tensor.shape) > 1 and tensor.name not in _LOOKED_UP | {_OUTPUT}:
-                flops = self._kernel(tensor).prefill_flops
+            if len(tensor.shape) > 1 and tensor.name not in LOOKED_UP | {OUTPUT}:
+                place = places.of_matrix(tensor)
+                flops = self._kernel(tensor.type_name, place).prefill_flops
                 arithmetic_s = 2 * tensor.n_elements * n_tokens / flops
-                seconds += max(arithmetic_s, tensor.n_bytes / self._decode_speed(tensor))
+                seconds += max(arithmetic_s, self.product_s(tensor, 1.0, place))
         for pool, routing in zip(self.table.pools, self.routings, strict=True):
             touched = routing.n_distinct(n_tokens) / routing.n_experts
             n_products = n_tokens * routing.n_used / pool[0].n_experts
             for part in (part for block in pool for part in block.parts):
-                flops = self._kernel(part).expert_prefill_flops
+                place = places.of_matrix(part)
+                flops = self._kernel(part.type_name, place).expert_prefill_flops
                 arithmetic_s = 2 * part.n_elements * n_products / flops
-                seconds += max(arithmetic_s, touched * part.n_bytes / self._decode_speed(part))
+                seconds += max(arithmetic_s, self.product_s(part, touched, place))
         return seconds
 
     def _read_dense(self, plan: WeightsPlan) -> tuple[float, float]:
         """Return bytes and seconds of what a pass streams through the ring."""
         n_bytes = sum(tensor.n_bytes for tensor in plan.streamed)
-        speed = self.disk.bytes_per_s(PIECE_BYTES, N_IO_THREADS, is_random=False)
-        return n_bytes, n_bytes / speed
+        return n_bytes, self.dense_read_s(n_bytes)
 
     def _read_experts(self, plan: WeightsPlan, n_missed: Iterable[float]) -> tuple[float, float]:
-        """Return bytes and seconds of reading so many experts into each pool.
-
-        At full depth: where a layer misses too few to fill the queue, the disk does not limit.
-        """
+        """Return bytes and seconds of reading so many experts into each pool."""
         n_bytes = seconds = 0.0
         for pool, n in zip(plan.expert_blocks, n_missed, strict=True):
-            for slice_bytes in pool[0].slice_bytes:
-                piece = min(slice_bytes, PIECE_BYTES)
-                speed = self.disk.bytes_per_s(piece, N_IO_THREADS, is_random=True)
-                n_bytes += n * slice_bytes
-                seconds += n * slice_bytes / speed
+            n_bytes += n * sum(pool[0].slice_bytes)
+            seconds += n * self.expert_read_s(pool[0])
         return n_bytes, seconds
 
-    def _kernel(self, tensor: Tensor) -> KernelSpeed:
-        """Return the speed of a tensor's type; of one not measured, the slowest that was."""
-        kernels = self.profile.kernels
-        return self.profile.kernel(tensor.type_name) or KernelSpeed(
-            type=tensor.type_name,
+    def _kernel(self, type_name: str, place: Place) -> KernelSpeed:
+        """Return the speed of a type at a place; of one not measured, the slowest that was."""
+        backend = self._backend(type_name, place)
+        kernels = [kernel for kernel in self.profile.kernels if kernel.backend == backend]
+        return self.profile.kernel(type_name, backend) or KernelSpeed(
+            type=type_name,
             decode_bytes_per_s=min(kernel.decode_bytes_per_s for kernel in kernels),
             prefill_flops=min(kernel.prefill_flops for kernel in kernels),
             expert_prefill_flops=min(kernel.expert_prefill_flops for kernel in kernels),
+            backend=backend,
         )
 
-    def _decode_speed(self, tensor: Tensor) -> float:
+    def _backend(self, type_name: str, place: Place) -> str:
+        """Return whose kernel is used: only what stays in memory can be repacked."""
+        if place == "vram" and self.gpu is not None:
+            return self.gpu.name
+        is_repacked = place == "ram" and self.profile.kernel(type_name, "CPU_REPACK") is not None
+        return "CPU_REPACK" if is_repacked else "CPU"
+
+    def _decode_speed(self, type_name: str, place: Place) -> float:
         """Return the weight bytes a second of one token: not more than come from memory."""
-        memory = self.profile.memory_bytes_per_s
-        if tensor.type_name in FLOATS and self.profile.kernel(tensor.type_name) is None:
+        memory = self._memory_speed(place)
+        backend = self._backend(type_name, place)
+        if type_name in FLOATS and self.profile.kernel(type_name, backend) is None:
             return memory
-        return min(self._kernel(tensor).decode_bytes_per_s, memory)
+        speed = min(self._kernel(type_name, place).decode_bytes_per_s, memory)
+        # Whatever was measured, no weights are streamed only for another kernel's sake.
+        return min(speed, self._decode_speed(type_name, "ram")) if place == "stream" else speed
+
+    def _memory_speed(self, place: Place) -> float:
+        """Return the bytes a second of the memory at a place; of a GPU's, as far as is known."""
+        if place != "vram" or self.gpu is None:
+            return self.profile.memory_bytes_per_s
+        kernels = (k for k in self.profile.kernels if k.backend == self.gpu.name)
+        return self.gpu.memory_bytes_per_s or max(kernel.decode_bytes_per_s for kernel in kernels)
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where a plan has the weights; n_hops as HOP_S counts them."""
+
+    in_vram: frozenset[str]
+    streamed: frozenset[str]
+    n_hops: int
+
+    @classmethod
+    def of(cls, plan: WeightsPlan, table: TensorTable) -> _Places:
+        in_vram = frozenset(tensor.name for tensor in plan.in_vram)
+        first = table.n_blocks + 1 - plan.n_gpu_layers
+        units = [(item.block, item.tensor) for item in table.dense]
+        units += [(block.block, block.parts[0]) for block in table.experts]
+        n_hops = sum(block >= first and tensor.name not in in_vram for block, tensor in units)
+        streamed = frozenset(tensor.name for tensor in plan.streamed)
+        return cls(in_vram, streamed, n_hops if plan.gpu else 0)
+
+    def of_matrix(self, tensor: Tensor) -> Place:
+        if tensor.name in self.in_vram:
+            return "vram"
+        return "stream" if tensor.name in self.streamed else "ram"
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """Records of n_blocks blocks of those that routing and curve are of."""
+
+    routing: Routing
+    curve: HitCurve
+    n_blocks: int
+    n_records: int
+
+    @property
+    def n_choices(self) -> float:
+        """Experts that one token uses."""
+        return self.n_blocks * self.routing.n_used
+
+    def hit_rate(self, n_records: float) -> float:
+        return float(self.curve.hit_rate(n_records * self.routing.n_blocks / self.n_blocks))
+
+    def misses_of_batch(self, n_tokens: int) -> float:
+        """Return the experts that a batch has to have read.
+
+        It goes through the layers once: a cache that can't hold all that it uses keeps nothing
+        until the next batch comes to the same layer.
+        """
+        distinct = self.routing.n_distinct(n_tokens) * self.n_blocks / self.routing.n_blocks
+        if self.n_records < distinct:
+            return distinct
+        return min(distinct, (1 - self.hit_rate(self.n_records)) * n_tokens * self.n_choices)
+
+
+def is_matrix(tensor: Tensor, table: TensorTable) -> bool:
+    """Tell whether a tensor of the trunk is multiplied with; one that is tied is the output too."""
+    is_tied = tensor.name == EMBEDDING and all(other.name != OUTPUT for other in table.trunk)
+    return is_tied or tensor.name not in LOOKED_UP
+
+
+def n_prefill(plan: WeightsPlan) -> int:
+    """Return the tokens of a prompt that go through the weights at once."""
+    return min(plan.n_ubatch, N_PROMPT)
+
+
+def _usable_gpu(profile: Profile) -> GpuDevice | None:
+    """Return the GPU with most free memory of those whose kernels were measured, if any."""
+    measured = {kernel.backend for kernel in profile.kernels}
+    gpus = [gpu for gpu in profile.gpus if gpu.name in measured and not gpu.is_integrated]
+    return max(gpus, key=lambda gpu: gpu.free_bytes, default=None)
 
 
 def _routings(table: TensorTable, usage: ExpertUsage | None) -> Iterable[Routing]:
@@ -216,21 +363,3 @@ def _routings(table: TensorTable, usage: ExpertUsage | None) -> Iterable[Routing
             yield Routing.prior(len(pool), n_experts, n_used)
         else:
             yield Routing.learnt(usage, [place[block.block] for block in pool], n_used)
-
-
-def n_prefill(plan: WeightsPlan) -> int:
-    """Return the tokens of a prompt that go through the weights at once."""
-    return min(plan.n_ubatch, N_PROMPT)
-
-
-def _misses_of_batch(routing: Routing, n_records: int, n_tokens: int) -> float:
-    """Return the experts that a batch has to have read into a cache of n_records.
-
-    It goes through the layers once: a cache that can't hold all that it uses keeps nothing until
-    the next batch comes to the same layer.
-    """
-    distinct = routing.n_distinct(n_tokens)
-    if n_records < distinct:
-        return distinct
-    n_choices = n_tokens * routing.n_blocks * routing.n_used
-    return min(distinct, (1 - routing.hit_rate(n_records)) * n_choices)

@@ -1,20 +1,28 @@
 """Where a model's weights go, and how it is loaded: plans, as pure functions.
 
-In: a model's header, the machine's figures, settings. Out: values. No I/O, no llama.cpp.
+In: a model's header, the machine's figures, settings. Out: values. No I/O, no llama.cpp. With a
+CostModel a plan is the fastest that fits; without one it is what keeps most in memory, and no GPU
+is used.
 """
 
 from __future__ import annotations
 
 import math
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
+
+from headrace.engine import tiers
 from headrace.engine.context_plan import kv_bytes_per_cell, plan_context, widens
 from headrace.engine.errors import DoesNotFit, ModelUnusable
-from headrace.engine.gguf import Header, Tensor
+from headrace.engine.gguf import Header
 from headrace.engine.messages import Load, Mode
+from headrace.engine.pass_time import CostModel, Place
 from headrace.engine.plan import ContextPlan, WeightsPlan, format_mib
 from headrace.engine.tensors import ExpertBlock, TensorTable
+from headrace.engine.tiers import Choice, Layers, Records, Ring, Tried, UnitClass
 
 if TYPE_CHECKING:
     from headrace.config.settings import Settings
@@ -24,9 +32,10 @@ if TYPE_CHECKING:
 DEFAULT_SLOTS = 4
 # Memory left to others: compute buffers, the interpreter, the rest of the machine.
 HEADROOM_BYTES = 512 << 20
+# Of a GPU's: the driver, its libraries, and what shows the desktop.
+VRAM_HEADROOM_BYTES = 512 << 20
 # Tokens of one forward pass; llama.cpp's own default.
 N_BATCH = 512
-
 
 # Of a ring: a tensor in use, and one being read.
 _MIN_RING_SLOTS = 2
@@ -51,7 +60,7 @@ def plan_weights(
     header: Header, table: TensorTable, *, mode: Mode, budget_bytes: int, kv_bytes: int,
     n_batch: int, n_slots: int, disk_bytes_per_s: float = DISK_BYTES_PER_S,
 ) -> WeightsPlan:  # fmt: skip
-    """Return where the weights of a model go so that it runs within budget_bytes.
+    """Return where the weights of a model go so that it runs within budget_bytes, without a GPU.
 
     The budget covers weights, streaming, compute buffers and the kv_bytes of the context. The
     disk's speed decides how far ahead it is read.
@@ -60,140 +69,262 @@ def plan_weights(
         DoesNotFit: not even the smallest plan of mode fits the budget.
         ModelUnusable: mode does not fit the model.
     """
-    compute_bytes = _compute_bytes(header, table, n_batch, n_slots)
-    left = budget_bytes - kv_bytes - compute_bytes
-    all_bytes = table.trunk_bytes + table.dense_bytes + table.expert_bytes
-    if mode == "auto" and all_bytes <= left:
-        mode = "full-resident"
-    elif mode == "auto":
-        mode = "expert-streaming" if table.experts else "dense-ffn-streaming"
-    plan: _Parts
-    if mode == "full-resident":
-        plan = (), (), (), 0, 0, all_bytes, 0
-    elif mode == "expert-streaming":
-        if not table.experts:
-            raise ModelUnusable(f"{header.path}: has no experts, expert-streaming needs some")
-        plan = _stream_experts(table, left, n_batch)
-    else:
-        if not table.dense:
-            raise ModelUnusable(f"{header.path}: has no feed-forward weights to stream")
-        plan = _stream_dense(table, left, disk_bytes_per_s)
-    streamed, pools, records, n_slots_ring, n_ubatch, resident, stream = plan
-    result = WeightsPlan(
-        mode, streamed, pools, records, n_slots_ring, n_ubatch or n_batch, resident, stream,
-        kv_bytes, compute_bytes,
-    )  # fmt: skip
-    if result.n_bytes > budget_bytes:
-        raise DoesNotFit(
-            f"{header.path}: {mode} needs {format_mib(result.n_bytes)} of memory at least"
-            f" ({format_mib(resident)} of weights, {format_mib(stream)} to stream the others,"
-            f" {format_mib(kv_bytes)} of context, {format_mib(compute_bytes)} of buffers),"
-            f" {format_mib(budget_bytes)} is there; raise --memory or lower --context",
-            result.n_bytes, budget_bytes,
-        )  # fmt: skip
-    return result
+    planner = _Planner.of(header, table, None, None, n_batch, n_slots, disk_bytes_per_s)
+    layers = planner.layers(lambda first: (kv_bytes, 0))
+    modes = _modes(header, table, mode, None)
+    return planner.plan(modes, budget_bytes, lambda _: layers, is_auto=mode == "auto")
 
 
-def plan_model(header: Header, table: TensorTable, load: Load, budget_bytes: int) -> WeightsPlan:
+def plan_model(
+    header: Header, table: TensorTable, load: Load, budget_bytes: int, cost: CostModel | None = None
+) -> WeightsPlan:
     """Return where the weights go of a model that is loaded as load says, within budget_bytes.
 
     A context for one sequence is set aside. Where weights have to be streamed all slots have one,
     if that is an eighth of the memory beyond the smallest plan at most: memory for cells that are
-    seldom used is memory that weights don't have in every step.
+    seldom used is memory that weights don't have in every step. With layers on a GPU it is one
+    sequence's, and what is left over.
 
     Raises:
         DoesNotFit: not even the smallest plan fits the budget.
         ModelUnusable: load's mode does not fit the model.
     """
-    n_ctx = min(load.n_ctx, header.context_length or load.n_ctx)
-    one_bytes = -(-n_ctx // 256) * 256 * kv_bytes_per_cell(header, load.kv_type)
-    plan_within = partial(
-        plan_weights, header, table, mode=load.mode, n_batch=load.n_batch, n_slots=load.n_slots,
-        disk_bytes_per_s=load.disk_bytes_per_s or DISK_BYTES_PER_S,
+    planner = _Planner.of(
+        header, table, cost, load.vram_bytes, load.n_batch, load.n_slots,
+        load.disk_bytes_per_s or DISK_BYTES_PER_S,
     )  # fmt: skip
-    plan = plan_within(budget_bytes=budget_bytes, kv_bytes=one_bytes)
-    if plan.mode == "full-resident":
-        return plan
-    try:
-        least_bytes = plan_within(budget_bytes=0, kv_bytes=one_bytes).n_bytes
-    except DoesNotFit as error:
-        least_bytes = error.needed_bytes
-    kv_bytes = min(one_bytes * load.n_slots, (budget_bytes - least_bytes) // 8)
-    return plan_within(budget_bytes=budget_bytes, kv_bytes=max(one_bytes, kv_bytes))
+    n_ctx = min(load.n_ctx, header.context_length or load.n_ctx)
+    n_cells = -(-n_ctx // 256) * 256
+
+    def cell_bytes(first: int) -> tuple[int, int]:
+        in_ram, in_vram = _cell_bytes(header, load.kv_type, first)
+        return n_cells * in_ram, n_cells * in_vram
+
+    one = planner.layers(cell_bytes)
+
+    def layers(mode: Mode) -> Layers:
+        if mode == "full-resident":
+            return one
+        least_bytes = planner.least_bytes(mode, one)
+        one_bytes = int(one.kv_ram_bytes[0])
+        kv_bytes = min(one_bytes * load.n_slots, (budget_bytes - least_bytes) // 8)
+        kv_ram_bytes = one.kv_ram_bytes.copy()
+        kv_ram_bytes[0] = max(one_bytes, kv_bytes)
+        return replace(one, kv_ram_bytes=kv_ram_bytes)
+
+    modes = _modes(header, table, load.mode, cost)
+    return planner.plan(modes, budget_bytes, layers, is_auto=load.mode == "auto")
 
 
 def plan_model_context(
     header: Header, load: Load, plan: WeightsPlan, budget_bytes: int, n_ctx: int
 ) -> ContextPlan:
-    """Return the context for sequences of n_ctx tokens in what plan leaves of budget_bytes."""
+    """Return the context for sequences of n_ctx tokens in what plan leaves of its budgets."""
+    first = max(header.block_count + 1 - plan.n_gpu_layers, 0)
+    in_ram, in_vram = _cell_bytes(header, load.kv_type, first)
     left = budget_bytes - plan.resident_bytes - plan.stream_bytes - plan.compute_bytes
+    left_vram = plan.vram_budget_bytes - (plan.vram_bytes - plan.vram_kv_bytes)
     return plan_context(
-        n_ctx, load.n_slots, n_ctx_train=header.context_length,
-        bytes_per_cell=kv_bytes_per_cell(header, load.kv_type), budget_bytes=left,
+        n_ctx, load.n_slots, n_ctx_train=header.context_length, bytes_per_cell=in_ram,
+        budget_bytes=left, vram_bytes_per_cell=in_vram, vram_budget_bytes=left_vram,
         widens=widens(header),
     )  # fmt: skip
 
 
-_Parts = tuple[
-    tuple[Tensor, ...], tuple[tuple[ExpertBlock, ...], ...], tuple[int, ...], int, int, int, int
-]
+def _cell_bytes(header: Header, kv_type: str, first_gpu_layer: int) -> tuple[int, int]:
+    """Return the bytes of one cell in memory and on the GPU, which has the layers from first on."""
+    in_ram = kv_bytes_per_cell(header, kv_type, slice(None, first_gpu_layer))
+    return in_ram, kv_bytes_per_cell(header, kv_type, slice(first_gpu_layer, None))
 
 
-def _stream_experts(table: TensorTable, left_bytes: int, n_batch: int) -> _Parts:
-    """Stream all routed experts; each pool gets its share of the memory, at least one token's."""
-    pools = table.pools
-    resident = table.trunk_bytes + table.dense_bytes
-    records, stream, n_ubatch = [], 0, n_batch
-    for blocks in pools:
-        n_experts, n_used = blocks[0].n_experts, min(table.n_used, blocks[0].n_experts)
-        pool_bytes = sum(part.n_bytes for block in blocks for part in block.parts)
-        share = max(left_bytes - resident, 0) * pool_bytes // table.expert_bytes
-        record_bytes = sum(_span_room(n) for n in blocks[0].slice_bytes)
-        record_bytes += _RECORD_COUNTER_BYTES + n_used * n_batch * _ROW_BYTES
-        n_fit = (share - _HUGE_PAGE_BYTES) // record_bytes
-        n = min(max(n_fit, len(blocks) * n_used), len(blocks) * n_experts)
-        if n < n_experts:
-            n_ubatch = min(n_ubatch, n // n_used)
-        records.append(n)
-        stream += n * record_bytes + _HUGE_PAGE_BYTES
-    streamed = tuple(part for blocks in pools for block in blocks for part in block.parts)
-    return streamed, pools, tuple(records), 0, n_ubatch, resident, stream
+def _modes(
+    header: Header, table: TensorTable, mode: Mode, cost: CostModel | None
+) -> tuple[Mode, ...]:
+    """Return the modes to choose from, of which the first are better if they are as fast.
+
+    Raises:
+        ModelUnusable: mode does not fit the model.
+    """
+    if mode == "expert-streaming" and not table.experts:
+        raise ModelUnusable(f"{header.path}: has no experts, expert-streaming needs some")
+    if mode == "dense-ffn-streaming" and not table.dense:
+        raise ModelUnusable(f"{header.path}: has no feed-forward weights to stream")
+    if mode != "auto":
+        return (mode,)
+    streaming: list[Mode] = ["expert-streaming"] if table.experts else []
+    # Nobody knows which is faster without a profile: experts are most of a model that has any.
+    if table.dense and (cost is not None or not table.experts):
+        streaming.append("dense-ffn-streaming")
+    return ("full-resident", *streaming)
 
 
-def _stream_dense(table: TensorTable, left_bytes: int, disk_bytes_per_s: float) -> _Parts:
-    """Keep as many feed-forward tensors as fit, spread evenly over their order of use."""
-    tensors = [item.tensor for item in table.dense]
-    slot = _span_room(max(tensor.n_bytes for tensor in tensors))
-    n_slots = _MIN_RING_SLOTS + math.ceil(disk_bytes_per_s * _AHEAD_S / slot)
-    n_slots = min(n_slots, max(_MIN_RING_SLOTS, len(tensors)), _MAX_RING_SLOTS)
-    left_bytes -= table.trunk_bytes + table.expert_bytes
-    if n_slots * slot + _HUGE_PAGE_BYTES > left_bytes:
-        n_slots = _MIN_RING_SLOTS
-    stream = n_slots * slot + _HUGE_PAGE_BYTES
-    pin_bytes = left_bytes - stream
-    pinned, streamed = 0, tensors
-    # The best of shares that don't depend on the memory: more of it can't pin less.
-    for share in range(1, len(tensors) + 1):
-        n_bytes, others = _pin_evenly(tensors, share * table.dense_bytes // len(tensors))
-        if pinned < n_bytes <= pin_bytes:
-            pinned, streamed = n_bytes, others
-    resident = table.trunk_bytes + table.expert_bytes + pinned
-    return tuple(streamed), (), (), n_slots, 0, resident, stream
+@dataclass(frozen=True, slots=True)
+class _Planner:
+    """What is the same for all plans of a model on a machine."""
 
+    header: Header
+    table: TensorTable
+    cost: CostModel | None
+    """With a GPU only if plans may use that."""
+    classes: tuple[UnitClass, ...]
+    trunk: Layers
+    compute_bytes: int
+    """Of memory, and again of a GPU's."""
+    vram_budget_bytes: int
+    n_batch: int
+    disk_bytes_per_s: float
 
-def _pin_evenly(tensors: list[Tensor], pin_bytes: int) -> tuple[int, list[Tensor]]:
-    """Return the bytes that are pinned, pin_bytes at most, and the tensors that are not."""
-    all_bytes = sum(tensor.n_bytes for tensor in tensors)
-    pinned = seen = 0
-    others = []
-    for tensor in tensors:
-        seen += tensor.n_bytes
-        # Never more than the even share up to here: pins and reads alternate in all layers.
-        if pinned + tensor.n_bytes <= pin_bytes * seen // all_bytes:
-            pinned += tensor.n_bytes
-        else:
-            others.append(tensor)
-    return pinned, others
+    @classmethod
+    def of(
+        cls, header: Header, table: TensorTable, cost: CostModel | None, vram_bytes: int | None,
+        n_batch: int, n_slots: int, disk_bytes_per_s: float,
+    ) -> _Planner:  # fmt: skip
+        gpu = None if cost is None else cost.gpu
+        budget = 0
+        if gpu is not None:
+            free = gpu.free_bytes - VRAM_HEADROOM_BYTES
+            budget = free if vram_bytes is None else min(vram_bytes, gpu.total_bytes)
+        compute_bytes = _compute_bytes(header, table, n_batch, n_slots)
+        return cls(
+            header, table, cost, tiers.classify(table),
+            tiers.trunk_layers(table, cost, has_gpu=budget > compute_bytes), compute_bytes, budget,
+            n_batch, disk_bytes_per_s,
+        )  # fmt: skip
+
+    def layers(self, cell_bytes: Callable[[int], tuple[int, int]]) -> Layers:
+        """Return trunk with cells; cell_bytes gives those in memory and in VRAM by first layer."""
+        n_blocks = self.table.n_blocks
+        kv = [cell_bytes(max(n_blocks + 1 - int(g), 0)) for g in self.trunk.n_gpu_layers]
+        ram, vram = (np.array(part, np.int64) for part in zip(*kv, strict=True))
+        return replace(self.trunk, kv_ram_bytes=ram, kv_vram_bytes=vram)
+
+    def least_bytes(self, mode: Mode, layers: Layers) -> int:
+        """Return what the smallest plan of a mode takes without a GPU."""
+        without = layers.without_gpu()
+        return self._tried(mode, without, 0).least().ram_bytes + self.compute_bytes
+
+    def plan(
+        self, modes: Sequence[Mode], budget_bytes: int, layers: Callable[[Mode], Layers], *,
+        is_auto: bool,
+    ) -> WeightsPlan:  # fmt: skip
+        """Return the fastest plan of modes within the budgets.
+
+        Raises:
+            DoesNotFit: there is none.
+        """
+        left = budget_bytes - self.compute_bytes
+        tried = [(mode, layers(mode)) for mode in modes]
+        found = [(self._tried(mode, of_mode, left), of_mode) for mode, of_mode in tried]
+        best = [(choice, of_mode) for some, of_mode in found if (choice := some.best(left))]
+        if best:
+            return self._built(*min(best, key=lambda pair: pair[0].seconds))
+        smaller = found[1:] if is_auto and len(found) > 1 else found
+        least = min(((s.least(), ls) for s, ls in smaller), key=lambda pair: pair[0].ram_bytes)
+        plan = self._built(*least)
+        raise DoesNotFit(
+            f"{self.header.path}: {plan.mode} needs {format_mib(plan.n_bytes)} of memory at least"
+            f" ({format_mib(plan.resident_bytes)} of weights, {format_mib(plan.stream_bytes)} to"
+            f" stream the others, {format_mib(plan.kv_bytes)} of context,"
+            f" {format_mib(plan.compute_bytes)} of buffers), {format_mib(budget_bytes)} is there;"
+            " raise --memory or lower --context",
+            plan.n_bytes, budget_bytes,
+        )  # fmt: skip
+
+    def _tried(self, mode: Mode, layers: Layers, ram_bytes: int) -> Tried:
+        vram_bytes = self.vram_budget_bytes - self.compute_bytes
+        rows = tiers.vram_rows(self.classes, layers, self.cost, vram_bytes)
+        if mode == "full-resident":
+            return tiers.choose_resident(self.classes, rows, self.cost)
+        if mode == "expert-streaming":
+            return tiers.choose_experts(self.classes, rows, self.cost, self._records(), ram_bytes)
+        return tiers.choose_dense(
+            self.classes, rows, self.cost, self._ring(), ram_bytes, self.disk_bytes_per_s
+        )
+
+    def _records(self) -> list[Records]:
+        """Return what the records of each pool take."""
+        found = []
+        for pool in self.table.pools:
+            n_used = min(self.table.n_used, pool[0].n_experts)
+            record_bytes = sum(_span_room(n) for n in pool[0].slice_bytes)
+            record_bytes += _RECORD_COUNTER_BYTES + n_used * self.n_batch * _ROW_BYTES
+            found.append(Records(record_bytes, _HUGE_PAGE_BYTES, n_used, pool[0].n_experts))
+        return found
+
+    def _ring(self) -> Ring:
+        """Return the ring that the disk's speed asks for."""
+        slot = _span_room(max(item.tensor.n_bytes for item in self.table.dense))
+        n_slots = _MIN_RING_SLOTS + math.ceil(self.disk_bytes_per_s * _AHEAD_S / slot)
+        n_slots = min(n_slots, max(_MIN_RING_SLOTS, len(self.table.dense)), _MAX_RING_SLOTS)
+        return Ring(slot, n_slots, _MIN_RING_SLOTS, _HUGE_PAGE_BYTES)
+
+    def _built(self, choice: Choice, layers: Layers) -> WeightsPlan:
+        """Return the plan of a choice."""
+        g = choice.n_gpu_layers
+        places = self._places(choice)
+        first = self.table.n_blocks + 1 - g
+        weights = [item.tensor for item in self.table.dense]
+        weights += [part for pool in self.table.pools for block in pool for part in block.parts]
+        trunk_in_vram = [t for t in self.table.trunk if tiers.fewest_layers(t, self.table) <= g]
+        in_vram = (*trunk_in_vram, *(t for t in weights if places[t.name] == "vram"))
+        in_ram = [tensor for tensor in weights if places[tensor.name] == "ram"]
+        pools, records = self._pools(choice, places)
+        kv_vram_bytes, compute = int(layers.kv_vram_bytes[g]), self.compute_bytes if g else 0
+        return WeightsPlan(
+            mode=choice.mode,
+            streamed=tuple(tensor for tensor in weights if places[tensor.name] == "stream"),
+            expert_blocks=pools,
+            pool_records=records,
+            n_ring_slots=choice.n_ring_slots,
+            n_ubatch=self._n_ubatch(pools, records),
+            resident_bytes=int(layers.ram_bytes[g]) + sum(tensor.n_bytes for tensor in in_ram),
+            stream_bytes=self._stream_bytes(choice),
+            kv_bytes=int(layers.kv_ram_bytes[g]),
+            compute_bytes=self.compute_bytes,
+            gpu=self.cost.gpu.name if g and self.cost and self.cost.gpu else "",
+            n_gpu_layers=g,
+            in_vram=in_vram,
+            in_ram=tuple(t for t in in_ram if g and int(t.name.split(".")[1]) >= first),
+            vram_kv_bytes=kv_vram_bytes,
+            vram_bytes=sum(t.n_bytes for t in in_vram) + kv_vram_bytes + compute,
+            vram_budget_bytes=self.vram_budget_bytes if g else 0,
+        )
+
+    def _places(self, choice: Choice) -> dict[str, Place]:
+        """Return the place of each weight that is not the trunk's."""
+        places: dict[str, Place] = {}
+        numbers = zip(self.classes, choice.in_vram, choice.in_ram, strict=True)
+        for kind, n_in_vram, n_in_ram in numbers:
+            for unit, place in tiers.place_units(kind, n_in_vram, n_in_ram):
+                places |= {tensor.name: place for tensor in unit}
+        return places
+
+    def _pools(
+        self, choice: Choice, places: Mapping[str, Place]
+    ) -> tuple[tuple[tuple[ExpertBlock, ...], ...], tuple[int, ...]]:
+        """Return the blocks of each pool, and its records."""
+        found = [
+            (tuple(b for b in pool if places[b.parts[0].name] == "stream"), n)
+            for pool, n in zip(self.table.pools, choice.pool_records, strict=False)
+            if n
+        ]
+        return tuple(blocks for blocks, _ in found), tuple(n for _, n in found)
+
+    def _n_ubatch(self, pools: Sequence[Sequence[ExpertBlock]], records: Sequence[int]) -> int:
+        """Return the tokens of a batch that no pool is too small for."""
+        n_ubatch = self.n_batch
+        for blocks, n in zip(pools, records, strict=True):
+            n_used = min(self.table.n_used, blocks[0].n_experts)
+            if n < blocks[0].n_experts:
+                n_ubatch = min(n_ubatch, n // n_used)
+        return n_ubatch
+
+    def _stream_bytes(self, choice: Choice) -> int:
+        if choice.mode == "dense-ffn-streaming":
+            ring = self._ring()
+            return choice.n_ring_slots * ring.slot_bytes + ring.extra_bytes
+        records = zip(self._records(), choice.pool_records, strict=False)
+        return sum(n * of.record_bytes + of.extra_bytes for of, n in records if n)
 
 
 def _span_room(n_bytes: int) -> int:
@@ -229,5 +360,6 @@ def plan_load(model: Model, settings: Settings, topology: Topology) -> Load:
         kv_type=settings.kv_cache_type,
         log_level=settings.log_level,
         memory_bytes=settings.memory,
+        vram_bytes=settings.vram,
         mode=cast(Mode, settings.mode),
     )

@@ -34,10 +34,22 @@ class WeightsPlan:
     stream_bytes: int
     kv_bytes: int
     compute_bytes: int
+    gpu: str = ""
+    """ggml's name of the device whose memory is used; "": none."""
+    n_gpu_layers: int = 0
+    """As llama.cpp counts: the output is the first of them, then the layers from the last on."""
+    in_vram: tuple[Tensor, ...] = ()
+    in_ram: tuple[Tensor, ...] = ()
+    """Of the layers on the GPU, but not streamed: what stays in memory all the same."""
+    vram_kv_bytes: int = 0
+    vram_bytes: int = 0
+    """All of the GPU's memory that the plan takes: weights, KV cache and compute buffers."""
+    vram_budget_bytes: int = 0
+    """What it may take; contexts can have the rest."""
 
     @property
     def n_bytes(self) -> int:
-        """All memory that the plan takes."""
+        """All memory that the plan takes, but for the GPU's."""
         return self.resident_bytes + self.stream_bytes + self.kv_bytes + self.compute_bytes
 
 
@@ -48,8 +60,10 @@ class ContextPlan:
     n_ctx: int
     n_cells: int
     n_bytes: int
+    """Of memory; what of the cache is on a GPU is vram_bytes."""
     parking_bytes: int = 1 << 30
     """Memory for prefixes that are kept outside the cells."""
+    vram_bytes: int = 0
 
 
 def describe(plan: WeightsPlan, budget_bytes: int) -> str:
@@ -61,6 +75,9 @@ def describe(plan: WeightsPlan, budget_bytes: int) -> str:
         n_experts = sum(block.n_experts for blocks in plan.expert_blocks for block in blocks)
         if n_experts:
             parts.append(f"{sum(plan.pool_records)} of {n_experts} experts cached")
+    if plan.gpu:
+        vram = format_mib(plan.vram_bytes)
+        parts.append(f"{vram} in the memory of {plan.gpu} with {plan.n_gpu_layers} layers")
     parts.append(f"{format_mib(plan.kv_bytes)} for the context")
     return f"{', '.join(parts)}; {format_mib(budget_bytes)} is the budget"
 

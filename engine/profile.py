@@ -53,6 +53,8 @@ class KernelSpeed(msgspec.Struct, frozen=True):
     """2*m*n*k per second of MUL_MAT at 512 tokens."""
     expert_prefill_flops: float
     """The same of MUL_MAT_ID with 128 experts, 8 of them used, at 512 tokens."""
+    backend: str = "CPU"
+    """Whose kernel it is: "CPU", "CPU_REPACK" for weights repacked by it, or a GPU's name."""
 
 
 class GpuDevice(msgspec.Struct, frozen=True):
@@ -62,6 +64,10 @@ class GpuDevice(msgspec.Struct, frozen=True):
     description: str
     total_bytes: int
     free_bytes: int
+    memory_bytes_per_s: float = 0.0
+    """Of reading its own memory; 0: not measured."""
+    is_integrated: bool = False
+    """Whether it shares the processor's memory: then no plan gains by it."""
 
 
 class Profile(msgspec.Struct, frozen=True):
@@ -74,9 +80,14 @@ class Profile(msgspec.Struct, frozen=True):
     gpus: tuple[GpuDevice, ...]
     disks: tuple[DiskProfile, ...]
 
-    def kernel(self, type_name: str) -> KernelSpeed | None:
+    def kernel(self, type_name: str, backend: str = "CPU") -> KernelSpeed | None:
         """Return the speed of a tensor type, or None if it was not measured."""
-        return next((kernel for kernel in self.kernels if kernel.type == type_name), None)
+        wanted = type_name, backend
+        return next((k for k in self.kernels if (k.type, k.backend) == wanted), None)
+
+    def gpu(self, name: str) -> GpuDevice | None:
+        """Return the GPU of that name, or None if there is none."""
+        return next((gpu for gpu in self.gpus if gpu.name == name), None)
 
     def disk(self, device: str) -> DiskProfile | None:
         """Return the disk that has files of that st_dev, or None if it was not measured."""

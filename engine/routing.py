@@ -31,6 +31,8 @@ _LOCALITY = 0.4
 # The chance that a local choice goes to what the token before used: 2.9 tokens on average.
 _RETURN = 0.35
 _MAX_LOCALITY = 0.95
+# Of a curve: windows from one token to so many, each a third longer than the one before.
+_LONGEST_WINDOW, _CURVE_POINTS = 1 << 24, 61
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +44,20 @@ class ExpertUsage:
     cached_share: float = 0.0
     """Of all experts, while hit_rate was measured; 0: it was not."""
     hit_rate: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HitCurve:
+    """The hit rate of an LRU cache by its size."""
+
+    n_records: Array
+    """(n_points,), increasing; the last is all experts."""
+    rates: Array
+
+    def hit_rate(self, n_records: Array | float) -> Array:
+        """Return the share of one token's choices that a cache of n_records holds."""
+        rates = np.interp(n_records, self.n_records, self.rates, left=0.0)
+        return np.asarray(rates, dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,9 +123,14 @@ class Routing:
             else:
                 high = middle
         # What the window no longer covers goes in the course of a token: in its middle, on average.
-        local, others = self._used_within(max(low - 0.5, 1.0))
-        of_others = float((self.popularity * others).sum() / self.popularity.sum())
-        return self.locality * local + (1 - self.locality) * of_others
+        return self._hit_rate_within(max(low - 0.5, 1.0))
+
+    def hit_curve(self) -> HitCurve:
+        """Return hit_rate for all sizes of the cache, at points that are straight lines apart."""
+        windows = np.geomspace(1, _LONGEST_WINDOW, _CURVE_POINTS)
+        sizes = [self.n_distinct(window) for window in windows]
+        rates = [self._hit_rate_within(max(window - 0.5, 1.0)) for window in windows]
+        return HitCurve(np.array([*sizes, self.n_experts]), np.array([*rates, 1.0]))
 
     def n_distinct(self, n_tokens: float) -> float:
         """Return how many experts n_tokens successive tokens use, all blocks together."""
@@ -118,6 +139,11 @@ class Routing:
         of_local = self.locality * self.n_used * local / self._return_chance
         of_others = (1 - self.locality) * float(others.sum(axis=1).mean()) / self._pace
         return self.n_blocks * (of_local + of_others)
+
+    def _hit_rate_within(self, n_tokens: float) -> float:
+        local, others = self._used_within(n_tokens)
+        of_others = float((self.popularity * others).sum() / self.popularity.sum())
+        return self.locality * local + (1 - self.locality) * of_others
 
     def _used_within(self, n_tokens: float) -> tuple[float, Array]:
         """Return the chances that an expert was used within n_tokens: a local one, and each."""

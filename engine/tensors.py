@@ -13,7 +13,7 @@ from headrace.engine.gguf import Array, Header, Tensor
 
 # llama-arch.cpp. Shared experts (_shexp) and all biases and scales belong to the trunk.
 _FFN = re.compile(r"blk\.([0-9]+)\.ffn_(gate_up|gate|up|down)(_exps)?\.weight")
-_BLOCK = re.compile(r"blk\.([0-9]+)\.")
+BLOCK = re.compile(r"blk\.([0-9]+)\.")
 # In the order in which a graph uses them: llama-graph.cpp, build_ffn and build_moe_ffn.
 _ORDER = {"gate_up": 0, "gate": 0, "up": 1, "down": 2}
 
@@ -57,11 +57,7 @@ class TensorTable:
     experts: tuple[ExpertBlock, ...]
     n_used: int
     """Experts that one token uses in a block; 0 without experts."""
-
-    @property
-    def n_blocks(self) -> int:
-        """Each has a norm in the trunk, at least."""
-        return len({match[1] for tensor in self.trunk if (match := _BLOCK.match(tensor.name))})
+    n_blocks: int
 
     @property
     def pools(self) -> tuple[tuple[ExpertBlock, ...], ...]:
@@ -108,7 +104,10 @@ def read_tensors(header: Header) -> TensorTable:
         )))
         for block, parts in sorted(experts.items())
     )  # fmt: skip
-    return TensorTable(tuple(trunk), tuple(dense), blocks, _n_used(header) if blocks else 0)
+    # Each has a norm in the trunk, at least.
+    n_blocks = len({match[1] for tensor in trunk if (match := BLOCK.match(tensor.name))})
+    n_used = _n_used(header) if blocks else 0
+    return TensorTable(tuple(trunk), tuple(dense), blocks, n_used, n_blocks)
 
 
 def _n_used(header: Header) -> int:

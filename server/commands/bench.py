@@ -34,7 +34,7 @@ from headrace.server.commands.measuring import Job, Measurement, measure
 from headrace.server.commands.memory_limit import memory_limit
 from headrace.server.commands.progress import say
 
-SETTINGS = ("memory", "mode", "threads")
+SETTINGS = ("memory", "vram", "mode", "threads")
 # What the interpreter, its modules and llama.cpp's code take beside what is in a budget; as
 # tests/bench/streaming.py found it.
 _INTERPRETER_BYTES = 140 << 20

@@ -28,7 +28,7 @@ from headrace.engine.usage import read_usage
 from headrace.server.commands import inspect_view
 from headrace.server.commands.inspection import inspect
 
-SETTINGS = ("memory", "mode", "context", "parallel", "threads", "kv_cache_type")
+SETTINGS = ("memory", "vram", "mode", "context", "parallel", "threads", "kv_cache_type")
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:

@@ -18,6 +18,7 @@ from headrace.engine.forecast import at_disk_speed, forecast_load
 from headrace.engine.gguf import Header
 from headrace.engine.library import Model
 from headrace.engine.messages import Forecast, Load, Mode
+from headrace.engine.pass_time import CostModel
 from headrace.engine.placement import plan_model, plan_model_context
 from headrace.engine.plan import WeightsPlan
 from headrace.engine.profile import DiskProfile, Profile
@@ -141,21 +142,23 @@ def inspect(
     corrections are what was learnt of the model's experts and of its speed in each mode.
     """
     header, table = model.header, read_tensors(model.header)
+    cost = None
     if measured is not None:
         load = at_disk_speed(load, measured[1])
+        cost = CostModel.of(*measured, table, usage)
     facts = _model_facts(model, table)
     try:
-        plan = plan_model(header, table, load, budget_bytes)
+        plan = plan_model(header, table, load, budget_bytes, cost)
     except ModelUnusable as error:
         refusal = _refusal(error, header, table, load, budget_bytes)
         tensors = _tensor_places(header, None) if lists_tensors else None
         return Inspection(
             model=facts, plan=None, refusal=refusal, forecast=None, tensors=tensors
         )  # fmt: skip
-    expected = measured and forecast_load(
-        header, table, load, plan, budget_bytes, *measured, usage=usage,
-        correction=corrections.get(plan.mode, 1.0),
-    )  # fmt: skip
+    expected = None
+    if cost is not None:
+        correction = corrections.get(plan.mode, 1.0)
+        expected = forecast_load(header, load, plan, budget_bytes, cost, correction=correction)
     return Inspection(
         model=facts,
         plan=_plan_facts(header, load, plan, budget_bytes),

@@ -31,7 +31,7 @@ from headrace.server.commands.local_engine import LocalEngine
 from headrace.server.commands.progress import say
 from headrace.server.options import SAMPLING, number
 
-SETTINGS = ("memory", "mode", "context", "threads", "kv_cache_type", "chat_template_file")
+SETTINGS = ("memory", "vram", "mode", "context", "threads", "kv_cache_type", "chat_template_file")
 
 
 @dataclass(frozen=True, slots=True)

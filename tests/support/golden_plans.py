@@ -1,7 +1,6 @@
 """Plans and forecasts of published models on described machines, as a table for people to check.
 
-In: nothing. Out: the table as Markdown on stdout. Plans have no tier of GPU memory yet, so machines
-differ in memory and disk only. tests/unit/test_golden_plans.py compares it with
+In: nothing. Out: the table as Markdown on stdout. tests/unit/test_golden_plans.py compares it with
 tests/unit/golden/plans.md; after a change that was meant, write it anew from the project's root:
 
     .venv/bin/python tests/support/golden_plans.py > tests/unit/golden/plans.md
@@ -9,6 +8,7 @@ tests/unit/golden/plans.md; after a change that was meant, write it anew from th
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,10 +18,11 @@ import msgspec
 
 from headrace.engine.disk import locate
 from headrace.engine.errors import DoesNotFit
-from headrace.engine.forecast import MORE_PERCENT, forecast
+from headrace.engine.forecast import forecast_load
 from headrace.engine.gguf import Header, read_model
 from headrace.engine.hardware import this_machine
 from headrace.engine.messages import Forecast, Load
+from headrace.engine.pass_time import CostModel
 from headrace.engine.placement import (
     DEFAULT_SLOTS,
     HEADROOM_BYTES,
@@ -30,19 +31,21 @@ from headrace.engine.placement import (
     plan_model_context,
 )
 from headrace.engine.plan import WeightsPlan
-from headrace.engine.profile import DiskPoint, DiskProfile, KernelSpeed, Profile
+from headrace.engine.profile import DiskPoint, DiskProfile, GpuDevice, KernelSpeed, Profile
 from headrace.engine.profile_cache import keep_profile, read_facts
 from headrace.engine.tensors import TensorTable, read_tensors
 
 GIB = 1 << 30
 RAM_GIB = (16, 32, 64)
+VRAM_GIB = (0, 8, 24)
 DISK_GB_PER_S = (1.0, 3.5, 7.0)
 # The system and what else runs on the machine.
 OTHERS_BYTES = 2 * GIB
 N_CTX = 4096
 COLUMNS = (
-    "model, file in GB", "RAM in GiB", "disk in GB/s", "mode", "weights in RAM, GiB",
-    "cache or ring, GiB", "context, GiB", "experts cached, %", "hits, %", "read per token, MB",
+    "model, file in GB", "RAM in GiB", "VRAM in GiB", "disk in GB/s", "mode",
+    "layers on the GPU", "VRAM used, GiB", "weights in RAM, GiB", "cache or ring, GiB",
+    "context, GiB", "experts cached, %", "hits, %", "read per token, MB",
     "tokens/s", "with 25, 50, 100 % more", "s to 1000 tokens", "s to load", "limit",
 )  # fmt: skip
 
@@ -55,6 +58,10 @@ _KERNELS = (
     KernelSpeed("Q8_0", 54e9, 1.0e12, 0.6e12),
     KernelSpeed("MXFP4", 44e9, 0.9e12, 0.55e12),
 )
+# Bandwidths of a GPU with 8 and one with 24 GiB, and the arithmetic that their kernels reach.
+_GPUS = {8: (272e9, 25e12), 24: (936e9, 50e12)}
+# One token's products come near that bandwidth; those of experts are many and small.
+_GPU_DECODE, _GPU_EXPERTS = 0.75, 0.5
 # The share of its best speed that a disk gives, by size in KiB and depth.
 _DISK_SHARES = {
     (128, 1): 0.2, (128, 2): 0.35, (128, 4): 0.6, (128, 8): 0.8,
@@ -63,8 +70,8 @@ _DISK_SHARES = {
 _RANDOM_SHARE = 0.9
 
 
-def machine(disk_bytes_per_s: float) -> tuple[Profile, DiskProfile]:
-    """Return the desktop with a disk of that speed."""
+def machine(disk_bytes_per_s: float, vram_gib: int = 0) -> tuple[Profile, DiskProfile]:
+    """Return the desktop with a disk of that speed, and a GPU that has so much memory, if any."""
     sequential = tuple(
         DiskPoint(kib << 10, depth, share * disk_bytes_per_s)
         for (kib, depth), share in _DISK_SHARES.items()
@@ -74,7 +81,16 @@ def machine(disk_bytes_per_s: float) -> tuple[Profile, DiskProfile]:
         for point in sequential
     )
     disk = DiskProfile("259:0", True, sequential, random)
-    return Profile("golden", 8, 60e9, _KERNELS, (), (disk,)), disk
+    kernels: tuple[KernelSpeed, ...] = _KERNELS
+    gpus: tuple[GpuDevice, ...] = ()
+    if vram_gib:
+        memory, flops = _GPUS[vram_gib]
+        kernels += tuple(
+            KernelSpeed(k.type, _GPU_DECODE * memory, flops, _GPU_EXPERTS * flops, "GPU0")
+            for k in _KERNELS
+        )
+        gpus = (GpuDevice("GPU0", "a GPU", vram_gib * GIB, vram_gib * GIB, memory),)
+    return Profile("golden", 8, 60e9, kernels, gpus, (disk,)), disk
 
 
 def pretend(path: Path, disk_bytes_per_s: float, n_threads: int = 0) -> Profile:
@@ -102,24 +118,18 @@ def load(header: Header, disk_bytes_per_s: float) -> Load:
 
 
 def predict(
-    header: Header, table: TensorTable, budget_bytes: int, disk_bytes_per_s: float
-) -> tuple[WeightsPlan, Forecast]:
+    header: Header, table: TensorTable, budget_bytes: int, disk_bytes_per_s: float,
+    vram_gib: int = 0,
+) -> tuple[WeightsPlan, Forecast]:  # fmt: skip
     """Return plan and forecast of a model on the desktop.
 
     Raises:
         DoesNotFit: it does not run in budget_bytes.
     """
-
-    def plan_within(budget_bytes: int) -> WeightsPlan:
-        return plan_model(header, table, load(header, disk_bytes_per_s), budget_bytes)
-
-    plan = plan_within(budget_bytes)
-    larger = [budget_bytes * (100 + percent) // 100 for percent in MORE_PERCENT]
-    expected = forecast(
-        *machine(disk_bytes_per_s), table, plan,
-        larger=[(budget, plan_within(budget)) for budget in larger],
-    )  # fmt: skip
-    return plan, expected
+    cost = CostModel.of(*machine(disk_bytes_per_s, vram_gib), table, None)
+    asked = load(header, disk_bytes_per_s)
+    plan = plan_model(header, table, asked, budget_bytes, cost)
+    return plan, forecast_load(header, asked, plan, budget_bytes, cost, correction=1.0)
 
 
 def rows() -> Iterator[str]:
@@ -130,30 +140,34 @@ def rows() -> Iterator[str]:
         for model in header_only.MODELS:
             header = read_model(header_only.build(model, Path(folder)))
             table = read_tensors(header)
-            for ram_gib in RAM_GIB:
-                for disk_gb_per_s in DISK_GB_PER_S:
-                    file_gb = sum(file.n_bytes for file in header.files) / 1e9
-                    yield _line([
-                        f"{model.name}, {file_gb:.1f}", f"{ram_gib}", f"{disk_gb_per_s:g}",
-                        *_cells(header, table, ram_gib, disk_gb_per_s),
-                    ])  # fmt: skip
+            file_gb = sum(file.n_bytes for file in header.files) / 1e9
+            machines = itertools.product(RAM_GIB, VRAM_GIB, DISK_GB_PER_S)
+            for ram_gib, vram_gib, disk_gb_per_s in machines:
+                yield _line([
+                    f"{model.name}, {file_gb:.1f}", f"{ram_gib}", f"{vram_gib}",
+                    f"{disk_gb_per_s:g}", *_cells(header, table, ram_gib, vram_gib, disk_gb_per_s),
+                ])  # fmt: skip
 
 
-def _cells(header: Header, table: TensorTable, ram_gib: int, disk_gb_per_s: float) -> list[str]:
+def _cells(
+    header: Header, table: TensorTable, ram_gib: int, vram_gib: int, disk_gb_per_s: float
+) -> list[str]:
     budget_bytes = ram_gib * GIB - OTHERS_BYTES - HEADROOM_BYTES
     try:
-        plan, expected = predict(header, table, budget_bytes, disk_gb_per_s * 1e9)
+        plan, expected = predict(header, table, budget_bytes, disk_gb_per_s * 1e9, vram_gib)
     except DoesNotFit as error:
-        return [f"needs {error.needed_bytes / GIB:.1f} GiB"] + [""] * (len(COLUMNS) - 4)
+        return [f"needs {error.needed_bytes / GIB:.1f} GiB"] + [""] * (len(COLUMNS) - 5)
     asked = load(header, disk_gb_per_s * 1e9)
     context = plan_model_context(header, asked, plan, budget_bytes, N_CTX)
     n_experts = sum(block.n_experts for pool in plan.expert_blocks for block in pool)
     hit_rate = expected.expert_hit_rate
     return [
         plan.mode,
+        f"{plan.n_gpu_layers}" if plan.gpu else "",
+        f"{(plan.vram_bytes - plan.vram_kv_bytes + context.vram_bytes) / GIB:.1f}",
         f"{plan.resident_bytes / GIB:.1f}",
         f"{plan.stream_bytes / GIB:.1f}",
-        f"{context.n_bytes / GIB:.1f}",
+        f"{(context.n_bytes + context.vram_bytes) / GIB:.1f}",
         f"{100 * sum(plan.pool_records) / n_experts:.0f}" if n_experts else "",
         "" if hit_rate is None else f"{100 * hit_rate:.0f}",
         f"{expected.read_bytes_per_token / 1e6:.0f}",

@@ -196,14 +196,16 @@ def test_flag_overrides_environment_and_file(config: Path) -> None:
 def test_file_holds_every_setting_in_the_types_of_toml(tmp_path: Path) -> None:
     path = tmp_path / "all.toml"
     path.write_text(
-        'host = "::"\nport = 1\ncontext = 2\nparallel = 3\nmemory = "3GiB"\nmode = "auto"\n'
+        'host = "::"\nport = 1\ncontext = 2\nparallel = 3\nmemory = "3GiB"\nvram = "1GiB"\n'
+        'mode = "auto"\n'
         "threads = 4\nkeep_alive = -1\n"
         'max_queue = 5\nkv_cache_type = "f32"\nchat_template_file = "t"\n'
         'origins = ["*", "app://x"]\nlog_level = "error"\n'
     )
     assert load(["--config", str(path)], {}).settings == Settings(
-        "::", 1, 2, 3, 3 << 30, "auto", 4, math.inf, 5, "f32", "t", ("*", "app://x"), "error"
-    )
+        "::", 1, 2, 3, 3 << 30, 1 << 30, "auto", 4, math.inf, 5, "f32", "t", ("*", "app://x"),
+        "error",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("variable", ["XDG_CONFIG_HOME", "HOME"])
@@ -360,6 +362,7 @@ def test_description_names_value_and_source_of_every_setting() -> None:
         "context = 4096 (default)",
         "parallel = 0 (default)",
         "memory = 0 (default)",
+        "vram = none (default)",
         "mode = auto (default)",
         "threads = 0 (default)",
         "keep_alive = 1h30m (flag)",
@@ -397,3 +400,10 @@ def test_readme_table_has_a_row_of_five_cells_for_every_setting() -> None:
     assert names == [field.name for field in dataclasses.fields(Settings)]
     assert 'comma-separated "\\*"' in markdown_table()  # a bare * would start emphasis
     assert "| `max_queue` | `--max-queue` | `OLLAMA_MAX_QUEUE` | `512` | " in markdown_table()
+
+
+@pytest.mark.parametrize(("flags", "n_bytes"), [([], None), (["--vram", "0"], 0)])
+def test_no_vram_is_not_the_same_as_vram_that_nobody_bounded(
+    flags: list[str], n_bytes: int | None
+) -> None:
+    assert load(flags, {}).settings.vram == n_bytes
