@@ -15,7 +15,7 @@ from headrace.engine.gguf import Header
 from headrace.engine.messages import Forecast, Load, MoreMemory
 from headrace.engine.pass_time import FLOATS, N_PROMPT, PIECE_BYTES, CostModel, n_prefill
 from headrace.engine.placement import plan_model
-from headrace.engine.plan import N_IO_THREADS, WeightsPlan
+from headrace.engine.plan import WeightsPlan
 from headrace.engine.profile import DiskProfile, Profile
 from headrace.engine.routing import ExpertUsage
 from headrace.engine.tensors import TensorTable
@@ -69,7 +69,8 @@ def at_disk_speed(load: Load, disk: DiskProfile) -> Load:
     """Return load with the speed of disk as streaming reads it, unless load has one already."""
     if load.disk_bytes_per_s:
         return load
-    speed = disk.bytes_per_s(PIECE_BYTES, N_IO_THREADS, is_random=False)
+    depth = disk.reads_in_flight(PIECE_BYTES)
+    speed = disk.bytes_per_s(PIECE_BYTES, depth, is_random=False)
     return msgspec.structs.replace(load, disk_bytes_per_s=speed)
 
 

@@ -10,6 +10,7 @@ far as they don't. Figures are those of one sequence with a short context.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -20,7 +21,7 @@ import numpy.typing as npt
 from headrace.engine.errors import EngineError
 from headrace.engine.gguf import Tensor
 from headrace.engine.messages import Limit
-from headrace.engine.plan import N_IO_THREADS, WeightsPlan
+from headrace.engine.plan import WeightsPlan
 from headrace.engine.profile import DiskProfile, GpuDevice, KernelSpeed, Profile
 from headrace.engine.routing import ExpertUsage, HitCurve, Routing
 from headrace.engine.tensors import ExpertBlock, TensorTable
@@ -91,6 +92,8 @@ class CostModel:
     table: TensorTable
     gpu: GpuDevice | None
     """The one that plans may use."""
+    n_io_threads: int
+    """Reads in flight that the disk asks for."""
     routings: tuple[Routing, ...]
     """Of each pool of the table."""
     curves: tuple[HitCurve, ...]
@@ -112,7 +115,11 @@ class CostModel:
         routings = tuple(_routings(table, usage))
         curves = tuple(routing.hit_curve() for routing in routings)
         gpu = _usable_gpu(profile)
-        return cls(profile, disk, table, gpu, routings, curves, usage is not None)
+        slices = Counter(n for block in table.experts for n in block.slice_bytes)
+        request_bytes = min(slices.most_common(1)[0][0] if slices else PIECE_BYTES, PIECE_BYTES)
+        n_io_threads = disk.reads_in_flight(request_bytes)
+        is_learnt = usage is not None
+        return cls(profile, disk, table, gpu, n_io_threads, routings, curves, is_learnt)
 
     def decode(self, plan: WeightsPlan) -> PassTime:
         """Return the pass of one token."""
@@ -151,7 +158,7 @@ class CostModel:
         if plan.mode == "full-resident":  # llama.cpp maps the file
             size, depth = _READ_AHEAD_BYTES, _READ_AHEAD_DEPTH
         else:
-            size, depth = PIECE_BYTES, N_IO_THREADS
+            size, depth = PIECE_BYTES, self.n_io_threads
         n_bytes = plan.resident_bytes + sum(tensor.n_bytes for tensor in plan.in_vram)
         read_s = n_bytes / self.disk.bytes_per_s(size, depth, is_random=False)
         return read_s + plan.stream_bytes / self.profile.memory_bytes_per_s
@@ -189,7 +196,7 @@ class CostModel:
 
     def dense_read_s(self, n_bytes: float) -> float:
         """Return the seconds of reading so much through the ring."""
-        return n_bytes / self.disk.bytes_per_s(PIECE_BYTES, N_IO_THREADS, is_random=False)
+        return n_bytes / self.disk.bytes_per_s(PIECE_BYTES, self.n_io_threads, is_random=False)
 
     def expert_read_s(self, block: ExpertBlock) -> float:
         """Return the seconds of reading one expert of block.
@@ -197,7 +204,7 @@ class CostModel:
         At full depth: where a layer misses too few to fill the queue, the disk does not limit.
         """
         return sum(
-            n / self.disk.bytes_per_s(min(n, PIECE_BYTES), N_IO_THREADS, is_random=True)
+            n / self.disk.bytes_per_s(min(n, PIECE_BYTES), self.n_io_threads, is_random=True)
             for n in block.slice_bytes
         )
 

@@ -20,7 +20,7 @@ from headrace.engine.errors import DoesNotFit, ModelUnusable
 from headrace.engine.gguf import Header
 from headrace.engine.messages import Load, Mode
 from headrace.engine.pass_time import CostModel, Place
-from headrace.engine.plan import ContextPlan, WeightsPlan, format_mib
+from headrace.engine.plan import N_IO_THREADS, ContextPlan, WeightsPlan, format_mib
 from headrace.engine.tensors import ExpertBlock, TensorTable
 from headrace.engine.tiers import Choice, Layers, Records, Ring, Tried, UnitClass
 
@@ -276,6 +276,7 @@ class _Planner:
             expert_blocks=pools,
             pool_records=records,
             n_ring_slots=choice.n_ring_slots,
+            n_io_threads=self.cost.n_io_threads if self.cost else N_IO_THREADS,
             n_ubatch=self._n_ubatch(pools, records),
             resident_bytes=int(layers.ram_bytes[g]) + sum(tensor.n_bytes for tensor in in_ram),
             stream_bytes=self._stream_bytes(choice),

@@ -11,8 +11,9 @@ from headrace.engine.gguf import Tensor
 from headrace.engine.messages import Mode
 from headrace.engine.tensors import ExpertBlock
 
-# Reads in flight, of 1 MiB at most: the fewest that keep a disk at its speed. With more, what is
-# needed first comes no sooner than the rest, and what was guessed is in the way of what is needed.
+# Reads in flight, of 1 MiB at most, from a disk that was not measured: the fewest that keep most
+# disks at their speed. With more, what is needed first comes no sooner than the rest, and what was
+# guessed is in the way of what is needed.
 # MoE of 24 x 128 experts in 4,200 MiB, 3, 4, 8 and 16 of them: 10.9, 10.4, 9.6 and 9.0 tokens/s.
 N_IO_THREADS = 4
 
@@ -28,6 +29,8 @@ class WeightsPlan:
     """The blocks of each pool of records."""
     pool_records: tuple[int, ...]
     n_ring_slots: int
+    n_io_threads: int
+    """Reads in flight."""
     n_ubatch: int
     """Tokens of one physical batch."""
     resident_bytes: int

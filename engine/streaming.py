@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from headrace.engine.errors import ModelUnusable, WeightsUnreadable
 from headrace.engine.gguf import Header, Tensor
-from headrace.engine.plan import N_IO_THREADS, WeightsPlan
+from headrace.engine.plan import WeightsPlan
 from headrace.engine.routing import ExpertUsage
 from headrace.engine.weights import Stream, StreamStats, open_direct
 
@@ -46,9 +46,11 @@ class WeightStream:
 
     def __init__(
         self, header: Header, plan: WeightsPlan, functions: Functions, *,
-        n_threads: int = N_IO_THREADS, direct: bool = True, policy: int = 3, lookahead: int = 1,
+        n_threads: int = 0, direct: bool = True, policy: int = 3, lookahead: int = 1,
     ) -> None:  # fmt: skip
         """Open the files of a model; functions are addresses as native.Stream wants them.
+
+        n_threads read at once; 0: as many as planned.
 
         Raises:
             ModelUnusable: a file can't be opened or changed since its header was read, or
@@ -72,7 +74,7 @@ class WeightStream:
             head, extents = _extents(header, plan)
             self.native = Stream(
                 functions, paths, head, extents, tuple(_weights(plan)), plan.pool_records,
-                plan.n_ring_slots, n_threads, direct, policy, lookahead,
+                plan.n_ring_slots, n_threads or plan.n_io_threads, direct, policy, lookahead,
             )  # fmt: skip
         except OSError as error:
             path = header.path if error.filename is None else os.fsdecode(error.filename)

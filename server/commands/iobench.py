@@ -20,7 +20,6 @@ from headrace.config.units import format_bytes
 from headrace.engine.disk import DEPTHS, REQUEST_BYTES
 from headrace.engine.disk_speed import PIECE_BYTES, Reads, measure_disk, measure_reads
 from headrace.engine.gguf import read_model
-from headrace.engine.plan import N_IO_THREADS
 from headrace.engine.profile import DiskPoint, DiskProfile
 from headrace.engine.tensors import TensorTable, read_tensors
 from headrace.server.commands.terminal import Terminal, print_json, speed
@@ -94,7 +93,7 @@ def _as_streamed(path: Path, table: TensorTable, disk: DiskProfile) -> ReadSpeed
     order: Order = "random" if table.experts else "sequential"
     slices = Counter(n_bytes for block in table.experts for n_bytes in block.slice_bytes)
     request_bytes = slices.most_common(1)[0][0] if slices else PIECE_BYTES
-    wanted = (request_bytes, N_IO_THREADS)
+    wanted = (request_bytes, disk.reads_in_flight(min(request_bytes, PIECE_BYTES)))
     points = disk.random if order == "random" else disk.sequential
     measured = {(point.request_bytes, point.depth): point for point in points}
     if wanted not in measured:

@@ -95,3 +95,32 @@ def test_order_of_reads_chooses_the_points() -> None:
     measured = DiskProfile("8:1", True, (point,), (DiskPoint(MIB, 1, 1e8),))
     assert measured.bytes_per_s(MIB, 1, is_random=False) == 1e9
     assert measured.bytes_per_s(MIB, 1, is_random=True) == 1e8
+
+
+def gaining(*shares: float) -> DiskProfile:
+    """Return a disk that gives these shares of its speed to 1, 2, 4, 8 and 16 reads at once."""
+    points = [
+        DiskPoint(1 << 20, depth, share * 1e9) for depth, share in zip(DEPTHS, shares, strict=True)
+    ]
+    return DiskProfile("8:1", True, tuple(points), tuple(points))
+
+
+@pytest.mark.parametrize(
+    ("shares", "n_reads"),
+    [
+        ((1.0, 1.0, 1.0, 1.0, 1.0), 2),
+        ((0.96, 1.0, 0.99, 0.98, 0.9), 2),
+        ((0.55, 0.8, 1.0, 1.0, 1.0), 4),
+        ((0.2, 0.4, 0.7, 0.95, 1.0), 8),
+        ((0.1, 0.2, 0.4, 0.8, 1.0), 16),
+        # Four measurements of one disk, in GB/s.
+        ((2.302, 2.492, 2.519, 2.669, 2.340), 4),
+        ((2.213, 2.458, 2.321, 2.453, 2.407), 4),
+        ((2.273, 2.235, 2.527, 2.597, 2.579), 4),
+        ((2.187, 2.421, 2.401, 2.442, 2.515), 4),
+    ],
+)
+def test_as_few_reads_are_in_flight_as_keep_a_disk_near_its_best(
+    shares: tuple[float, ...], n_reads: int
+) -> None:
+    assert gaining(*shares).reads_in_flight(1 << 20) == n_reads
