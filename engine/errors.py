@@ -55,11 +55,18 @@ class ModelUnusable(EngineError):
 
 
 class DoesNotFit(ModelUnusable):
-    """Not even the smallest plan of the model fits the memory there is."""
+    """Not even the smallest plan of the model fits the memory there is.
 
-    def __init__(self, message: str, needed_bytes: int, budget_bytes: int) -> None:
+    helpful_flags are what would make it fit, beside more memory.
+    """
+
+    def __init__(
+        self, message: str, needed_bytes: int, budget_bytes: int,
+        helpful_flags: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.needed_bytes, self.budget_bytes = needed_bytes, budget_bytes
+        self.helpful_flags = helpful_flags
 
 
 class ModelFileError(ModelUnusable):

@@ -21,6 +21,7 @@ from headrace.engine.gguf import Header
 from headrace.engine.messages import Load, Mode
 from headrace.engine.pass_time import CostModel, Place
 from headrace.engine.plan import N_IO_THREADS, ContextPlan, WeightsPlan, format_mib
+from headrace.engine.remedies import describe_remedies, find_remedies
 from headrace.engine.tensors import ExpertBlock, TensorTable
 from headrace.engine.tiers import Choice, Layers, Records, Ring, Tried, UnitClass
 
@@ -86,9 +87,33 @@ def plan_model(
     sequence's, and what is left over.
 
     Raises:
-        DoesNotFit: not even the smallest plan fits the budget.
+        DoesNotFit: not even the smallest plan fits the budget; the message says what would help.
         ModelUnusable: load's mode does not fit the model.
     """
+    try:
+        return _plan_model(header, table, load, budget_bytes, cost)
+    except DoesNotFit as error:
+        remedies = find_remedies(
+            load, header.context_length, budget_bytes,
+            lambda other: _least_bytes(header, table, other, cost),
+        )  # fmt: skip
+        raise DoesNotFit(
+            f"{error}{describe_remedies(remedies, budget_bytes)}", error.needed_bytes,
+            budget_bytes, tuple(r.flags for r in remedies if r.needed_bytes <= budget_bytes),
+        ) from None  # fmt: skip
+
+
+def _least_bytes(header: Header, table: TensorTable, load: Load, cost: CostModel | None) -> int:
+    """Return what the smallest plan takes."""
+    try:
+        return _plan_model(header, table, load, 0, cost).n_bytes
+    except DoesNotFit as error:
+        return error.needed_bytes
+
+
+def _plan_model(
+    header: Header, table: TensorTable, load: Load, budget_bytes: int, cost: CostModel | None
+) -> WeightsPlan:
     planner = _Planner.of(
         header, table, cost, load.vram_bytes, load.n_batch, load.n_slots,
         load.disk_bytes_per_s or DISK_BYTES_PER_S,
@@ -226,7 +251,7 @@ class _Planner:
             f" ({format_mib(plan.resident_bytes)} of weights, {format_mib(plan.stream_bytes)} to"
             f" stream the others, {format_mib(plan.kv_bytes)} of context,"
             f" {format_mib(plan.compute_bytes)} of buffers), {format_mib(budget_bytes)} is there;"
-            " raise --memory or lower --context",
+            f" raise --memory to {math.ceil(plan.n_bytes / 2**20)}MiB",
             plan.n_bytes, budget_bytes,
         )  # fmt: skip
 

@@ -26,9 +26,6 @@ from headrace.engine.routing import ExpertUsage
 from headrace.engine.tensors import TensorTable, read_tensors
 
 _BLOCK = re.compile(r"blk\.([0-9]+)\.")
-# Shorter contexts that are worth a proposal, in tokens.
-_CONTEXTS = (32768, 16384, 8192, 4096, 2048, 1024, 512)
-_SMALL_KV_TYPE = "q8_0"
 
 Place = Literal["memory", "cache", "ring"]
 """Of a tensor: in memory for good, or streamed through the expert cache or the ring."""
@@ -150,7 +147,7 @@ def inspect(
     try:
         plan = plan_model(header, table, load, budget_bytes, cost)
     except ModelUnusable as error:
-        refusal = _refusal(error, header, table, load, budget_bytes)
+        refusal = _refusal(error, budget_bytes)
         tensors = _tensor_places(header, None) if lists_tensors else None
         return Inspection(
             model=facts, plan=None, refusal=refusal, forecast=None, tensors=tensors
@@ -231,39 +228,16 @@ def _block_sizes(header: Header, plan: WeightsPlan) -> tuple[BlockSize, ...]:
     )
 
 
-def _refusal(
-    error: ModelUnusable, header: Header, table: TensorTable, load: Load, budget_bytes: int
-) -> Refusal:
+def _refusal(error: ModelUnusable, budget_bytes: int) -> Refusal:
     if not isinstance(error, DoesNotFit):
         return Refusal(
             reason=str(error), needed_bytes=None, budget_bytes=budget_bytes, helpful_flags=()
         )
-    flags = [f"--memory {math.ceil(error.needed_bytes / 2**20)}MiB"]
-    shorter = [n for n in _CONTEXTS if n < min(load.n_ctx, header.context_length or load.n_ctx)]
-    for kv_type in dict.fromkeys((load.kv_type, _SMALL_KV_TYPE)):
-        for n_ctx in (load.n_ctx, *shorter):
-            other = msgspec.structs.replace(load, n_ctx=n_ctx, kv_type=kv_type)
-            if _fits(header, table, other, budget_bytes):
-                context = f"--context {n_ctx}" if n_ctx != load.n_ctx else ""
-                cache = f"--kv-cache-type {kv_type}" if kv_type != load.kv_type else ""
-                flags.append(" ".join(filter(None, (context, cache))))
-                break
-    if load.mode != "auto" and _fits(
-        header, table, msgspec.structs.replace(load, mode="auto"), budget_bytes
-    ):
-        flags.append("--mode auto")
+    memory = f"--memory {math.ceil(error.needed_bytes / 2**20)}MiB"
     return Refusal(
         reason=str(error), needed_bytes=error.needed_bytes, budget_bytes=budget_bytes,
-        helpful_flags=tuple(flags),
+        helpful_flags=(memory, *error.helpful_flags),
     )  # fmt: skip
-
-
-def _fits(header: Header, table: TensorTable, load: Load, budget_bytes: int) -> bool:
-    try:
-        plan_model(header, table, load, budget_bytes)
-    except ModelUnusable:
-        return False
-    return True
 
 
 def _tensor_places(header: Header, plan: WeightsPlan | None) -> tuple[TensorPlace, ...]:

@@ -20,8 +20,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 NEAR_SIDE = {
     "cache_files", "chat", "client", "context_plan", "corrections", "disk", "errors",
     "forecast", "gguf", "gguf_source", "hardware", "library", "memory", "messages", "openmp",
-    "pass_time", "placement", "plan", "profile", "profile_cache", "profiling", "routing",
-    "template", "tensors", "tiers",
+    "pass_time", "placement", "plan", "profile", "profile_cache", "profiling", "remedies",
+    "routing", "template", "tensors", "tiers",
 }  # fmt: skip
 # Commands that are a process of their own; cli.py imports them when they are asked for.
 IN_PROCESS = {ROOT / "server" / "checksum.py", *(ROOT / "server" / "commands").glob("*.py")}
