@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +15,7 @@ from headrace.engine.messages import Forecast
 from headrace.server.announcement import describe_speed
 from headrace.server.commands.inspection import (
     BlockSize,
+    GpuFacts,
     Inspection,
     ModelFacts,
     PlanFacts,
@@ -76,11 +77,18 @@ def _show_plan(plan: PlanFacts, model: ModelFacts, console: Console) -> None:
     console.print(table)
     console.print(Text("\nblocks, and how much of each is in memory", style="bold"))
     console.print(bars(plan.blocks))
+    if plan.gpu is not None:
+        title = f"\nblocks, and how much of each is in the memory of {plan.gpu.name}"
+        console.print(Text(title, style="bold"))
+        console.print(bars(plan.blocks, lambda block: block.vram_bytes))
 
 
 def _tiers(plan: PlanFacts, model: ModelFacts) -> Iterable[tuple[str, int, str]]:
+    if plan.gpu is not None:
+        yield from _vram(plan.gpu)
     streams_experts = plan.n_experts_cached > 0
-    kept = "all" if not plan.streamed_bytes else "every token needs them"
+    everything = "all" if plan.gpu is None else "all others"
+    kept = everything if not plan.streamed_bytes else "every token needs them"
     if plan.streamed_bytes and not streams_experts:
         kept = "what every token needs, as far as it fits"
     yield "RAM, weights", plan.resident_bytes, kept
@@ -103,9 +111,20 @@ def _tiers(plan: PlanFacts, model: ModelFacts) -> Iterable[tuple[str, int, str]]
         yield "disk", plan.streamed_bytes, read
 
 
-def bars(blocks: Iterable[BlockSize]) -> Text:
+def _vram(gpu: GpuFacts) -> Iterable[tuple[str, int, str]]:
+    yield "VRAM, weights", gpu.weights_bytes, f"{gpu.n_layers} layers on {gpu.name}"
+    yield "VRAM, context", gpu.context_bytes, "of these layers"
+    yield "VRAM, buffers", gpu.buffer_bytes, "of llama.cpp"
+    all_bytes = gpu.weights_bytes + gpu.context_bytes + gpu.buffer_bytes
+    yield "VRAM, all", all_bytes, f"of {format_bytes(gpu.budget_bytes)}"
+
+
+def bars(
+    blocks: Iterable[BlockSize],
+    n_bytes: Callable[[BlockSize], int] = lambda block: block.resident_bytes,
+) -> Text:
     """Return a bar for each block, as high as its share in memory, with the range of the shares."""
-    shares = [block.resident_bytes / block.n_bytes for block in blocks]
+    shares = [n_bytes(block) / block.n_bytes for block in blocks]
     chart = "".join(_BARS[min(int(share * len(_BARS)), len(_BARS) - 1)] for share in shares)
     low, high = _percent(min(shares)), _percent(max(shares))
     return Text(f"{chart} {low if low == high else f'{low} to {high}'}", overflow="fold")

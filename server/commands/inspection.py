@@ -20,15 +20,15 @@ from headrace.engine.library import Model
 from headrace.engine.messages import Forecast, Load, Mode
 from headrace.engine.pass_time import CostModel
 from headrace.engine.placement import plan_model, plan_model_context
-from headrace.engine.plan import WeightsPlan
+from headrace.engine.plan import ContextPlan, WeightsPlan
 from headrace.engine.profile import DiskProfile, Profile
 from headrace.engine.routing import ExpertUsage
 from headrace.engine.tensors import TensorTable, read_tensors
 
 _BLOCK = re.compile(r"blk\.([0-9]+)\.")
 
-Place = Literal["memory", "cache", "ring"]
-"""Of a tensor: in memory for good, or streamed through the expert cache or the ring."""
+Place = Literal["vram", "memory", "cache", "ring"]
+"""Of a tensor: on the GPU or in memory for good, or streamed through expert cache or ring."""
 
 
 class _Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,10 +68,24 @@ class BlockSize(_Value, frozen=True):
 
     n_bytes: int
     resident_bytes: int
+    vram_bytes: int
+    """Of resident_bytes, what is on the GPU."""
+
+
+class GpuFacts(_Value, frozen=True):
+    """What of a model is in the memory of a GPU."""
+
+    name: str
+    budget_bytes: int
+    weights_bytes: int
+    context_bytes: int
+    buffer_bytes: int
+    n_layers: int
+    """As llama.cpp counts them: the output, then the layers from the last on."""
 
 
 class PlanFacts(_Value, frozen=True):
-    """Where everything goes; all bytes but those streamed are memory."""
+    """Where everything goes; all bytes but those streamed, and gpu's, are memory."""
 
     mode: Mode
     budget_bytes: int
@@ -93,6 +107,8 @@ class PlanFacts(_Value, frozen=True):
     """For prompts that are kept outside the context."""
     buffer_bytes: int
     """Of llama.cpp's computations."""
+    gpu: GpuFacts | None
+    """None: no GPU is used."""
     blocks: tuple[BlockSize, ...]
 
 
@@ -207,7 +223,20 @@ def _plan_facts(header: Header, load: Load, plan: WeightsPlan, budget_bytes: int
         kv_type=load.kv_type,
         parking_bytes=context.parking_bytes,
         buffer_bytes=plan.compute_bytes,
+        gpu=_gpu_facts(plan, context) if plan.gpu else None,
         blocks=_block_sizes(header, plan),
+    )
+
+
+def _gpu_facts(plan: WeightsPlan, context: ContextPlan) -> GpuFacts:
+    weights_bytes = sum(tensor.n_bytes for tensor in plan.in_vram)
+    return GpuFacts(
+        name=plan.gpu,
+        budget_bytes=plan.vram_budget_bytes,
+        weights_bytes=weights_bytes,
+        context_bytes=context.vram_bytes,
+        buffer_bytes=plan.vram_bytes - plan.vram_kv_bytes - weights_bytes,
+        n_layers=plan.n_gpu_layers,
     )
 
 
@@ -216,15 +245,17 @@ def _block_sizes(header: Header, plan: WeightsPlan) -> tuple[BlockSize, ...]:
     for pool, n_records in zip(plan.expert_blocks, plan.pool_records, strict=True):
         share = n_records / sum(block.n_experts for block in pool)
         cached |= {part.name: share for block in pool for part in block.parts}
+    in_vram = {tensor.name for tensor in plan.in_vram}
     sizes: dict[int, list[float]] = {}
     for tensor in header.tensors:
         if match := _BLOCK.match(tensor.name):
-            size = sizes.setdefault(int(match[1]), [0, 0])
+            size = sizes.setdefault(int(match[1]), [0, 0, 0])
             size[0] += tensor.n_bytes
             size[1] += tensor.n_bytes * cached.get(tensor.name, 1.0)
+            size[2] += tensor.n_bytes * (tensor.name in in_vram)
     return tuple(
-        BlockSize(n_bytes=int(n_bytes), resident_bytes=int(resident))
-        for _, (n_bytes, resident) in sorted(sizes.items())
+        BlockSize(n_bytes=int(n_bytes), resident_bytes=int(resident), vram_bytes=int(vram))
+        for _, (n_bytes, resident, vram) in sorted(sizes.items())
     )
 
 
@@ -246,6 +277,7 @@ def _tensor_places(header: Header, plan: WeightsPlan | None) -> tuple[TensorPlac
         places = {tensor.name: "memory" for tensor in header.tensors}
         through: Place = "cache" if plan.expert_blocks else "ring"
         places |= {tensor.name: through for tensor in plan.streamed}
+        places |= {tensor.name: "vram" for tensor in plan.in_vram}
     return tuple(
         TensorPlace(
             name=tensor.name, shape=tensor.shape, type=tensor.type_name, n_bytes=tensor.n_bytes,

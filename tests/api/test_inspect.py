@@ -91,6 +91,29 @@ def test_a_plan_is_within_its_budget_and_covers_the_model(
     assert all(0 < block["resident_bytes"] < block["n_bytes"] for block in plan["blocks"])
 
 
+@pytest.mark.parametrize("memory", ["16GiB", "64GiB"])
+def test_what_goes_to_a_gpu_is_a_tier_of_its_own(
+    memory: str, paths: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    golden_plans.pretend(paths[DENSE.name], 3.5e9, vram_gib=8)
+    arguments = (paths[DENSE.name], "--memory", memory)
+    found = inspect_json(capsys, *arguments, "--tensors")
+    jsonschema.validate(found, msgspec.json.schema(Inspection))
+    gpu = found["plan"]["gpu"]
+    used = sum(gpu[f"{name}_bytes"] for name in ("weights", "context", "buffer"))
+    assert 7 << 30 < used <= gpu["budget_bytes"] < 8 << 30
+    places = {tensor["name"]: tensor["place"] for tensor in found["tensors"]}
+    sizes = {tensor["name"]: tensor["n_bytes"] for tensor in found["tensors"]}
+    in_vram = [name for name, place in places.items() if place == "vram"]
+    assert sum(sizes[name] for name in in_vram) == gpu["weights_bytes"]
+    assert "output.weight" in in_vram and "token_embd.weight" not in in_vram
+    blocks = found["plan"]["blocks"]
+    assert blocks[0]["vram_bytes"] == 0 < blocks[-1]["vram_bytes"] <= blocks[-1]["n_bytes"]
+    _, output = inspect(capsys, *arguments)
+    assert "layers on GPU0" in output and "in the memory of GPU0" in output
+    assert inspect_json(capsys, *arguments, "--vram", "0")["plan"]["gpu"] is None
+
+
 def test_a_split_model_is_told_of_as_one(
     paths: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

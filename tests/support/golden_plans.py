@@ -93,12 +93,12 @@ def machine(disk_bytes_per_s: float, vram_gib: int = 0) -> tuple[Profile, DiskPr
     return Profile("golden", 8, 60e9, kernels, gpus, (disk,)), disk
 
 
-def pretend(path: Path, disk_bytes_per_s: float, n_threads: int = 0) -> Profile:
+def pretend(path: Path, disk_bytes_per_s: float, n_threads: int = 0, vram_gib: int = 0) -> Profile:
     """Keep and return a profile that has the desktop's speeds for this machine and path's disk.
 
     n_threads is what the machine has unless it is given.
     """
-    profile, disk = machine(disk_bytes_per_s)
+    profile, disk = machine(disk_bytes_per_s, vram_gib)
     topology = this_machine()
     pretended = msgspec.structs.replace(
         profile,
