@@ -1,7 +1,8 @@
 """How fast memory is read, and how fast weights of each type are used: measured, in seconds.
 
 In: the number of threads, tensor types. Out: bytes and operations per second. The kernels are those
-of llama.cpp on the CPU, with weights that are not repacked. Runs in a process of its own, alone.
+of llama.cpp: the CPU's for weights as files have them and for repacked ones, and those of GPUs.
+Runs in a process of its own, alone.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 
@@ -18,16 +19,24 @@ import numpy.typing as npt
 
 from headrace.engine import ggml
 from headrace.engine.errors import EngineError
-from headrace.engine.ggml import Bytes, Graph, Operand
-from headrace.engine.profile import KernelSpeed
+from headrace.engine.ggml import Backend, Bytes, Graph, Operand
+from headrace.engine.profile import CPU, GpuDevice, KernelSpeed
 
 # Weights must come from memory, not from a cache: this many times what the caches hold.
 _CACHES = 4
 _LEAST_BYTES, _MOST_BYTES = 256 << 20, 1 << 30
-# Beside the weights: activations and results of the largest graph here, what alignment wastes.
-_ACTIVATION_BYTES = 32 << 20
+# What caches GPUs have is not known; large enough, too, for starting the kernels not to count.
+_GPU_BYTES = 2 << 30
+# Activations and results of the largest graph here, for each time that its product is computed.
+_ACTIVATION_BYTES = 24 << 20
+# Working memory is a fourth of what is available: repacked weights, and the values from which they
+# are made, may take as much each.
+_MEMORY_PARTS = 4
 _SLACK_BYTES = 4096
-_MEASURE_S = 0.4
+# Repacked weights have so many rows together, or a divisor of that.
+_ROWS_TOGETHER = 16
+_N_GPU_PRODUCTS = 8
+_MEASURE_S = 0.25
 _LEAST_RUNS = 2
 
 # Llama 3 8B's block; a token's products are measured on all its shapes together.
@@ -48,12 +57,12 @@ def working_memory(cache_bytes: int, available_bytes: int) -> Bytes:
     Raises:
         EngineError: too little is available to measure anything.
     """
-    n_bytes = max(_LEAST_BYTES, min(_CACHES * cache_bytes, _MOST_BYTES)) + _ACTIVATION_BYTES
-    n_bytes = min(n_bytes, available_bytes // 2)
-    if n_bytes < 2 * _ACTIVATION_BYTES:
+    n_bytes = max(_LEAST_BYTES, min(_CACHES * cache_bytes, _MOST_BYTES))
+    n_bytes = min(n_bytes, available_bytes // _MEMORY_PARTS)
+    if n_bytes < _ACTIVATION_BYTES:
         raise EngineError(
             f"{available_bytes} bytes of memory are available, measuring how fast weights are used"
-            f" needs {4 * _ACTIVATION_BYTES}"
+            f" needs {_MEMORY_PARTS * _ACTIVATION_BYTES}"
         )
     mapping = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -71,50 +80,100 @@ def memory_bytes_per_s(memory: Bytes, n_threads: int) -> float:
         return words.nbytes / _seconds(lambda: list(pool.map(np.sum, parts)))
 
 
-def kernel_speed(memory: Bytes, name: str, type_id: int, n_threads: int) -> KernelSpeed:
-    """Return how fast n_threads threads use weights of the type with that name and number."""
+def gpu_devices(backends: Sequence[Backend], memory: Bytes) -> tuple[GpuDevice, ...]:
+    """Return the GPUs of backends with their memory now, and how fast that is read."""
+    sample = ggml.quantize(_normal(_N_SAMPLE_ROWS, _N_FF), ggml.F16)
+    devices = []
+    for backend in backends:
+        if backend.is_gpu:
+            free_bytes, total_bytes = backend.memory_bytes()
+            bench = _Bench(backend, memory, 1, ggml.F16, sample)
+            devices.append(
+                GpuDevice(
+                    backend.name, backend.description, total_bytes, free_bytes,
+                    bench.measure(_decode_bytes_per_s), backend.is_integrated,
+                )
+            )  # fmt: skip
+    return tuple(devices)
+
+
+def kernel_speeds(
+    backends: Sequence[Backend], memory: Bytes, name: str, type_id: int, n_threads: int
+) -> list[KernelSpeed]:
+    """Return how fast those of backends that can use weights of a type, by name and number, do."""
     sample = ggml.quantize(_normal(_N_SAMPLE_ROWS, _N_FF), type_id)
-    measures = (_decode_bytes_per_s, _prefill_flops, _expert_prefill_flops)
-    speeds = []
-    for measure in measures:
-        bench = _Bench(memory, n_threads, type_id, sample)
-        try:
-            speeds.append(measure(bench))
-        finally:
-            bench.graph.close()
-    decode_bytes_per_s, prefill_flops, expert_prefill_flops = speeds
-    return KernelSpeed(name, decode_bytes_per_s, prefill_flops, expert_prefill_flops)
+    found = []
+    for backend in backends:
+        bench = _Bench(backend, memory, n_threads, type_id, sample)
+        if bench.measure(_is_supported):
+            found.append(
+                KernelSpeed(
+                    type=name,
+                    decode_bytes_per_s=bench.measure(_decode_bytes_per_s),
+                    prefill_flops=bench.measure(_prefill_flops),
+                    expert_prefill_flops=bench.measure(_expert_prefill_flops),
+                    backend=backend.name,
+                )
+            )
+    return found
 
 
 class _Bench:
-    """A graph to be timed; its weights are of one type, and as large as there is room."""
+    """Graphs to be timed; their weights are of one type, and as large as there is room."""
 
-    def __init__(self, memory: Bytes, n_threads: int, type_id: int, sample: Bytes) -> None:
-        self.graph = Graph(memory, n_threads)
-        self._type_id, self._sample = type_id, sample
+    def __init__(
+        self, backend: Backend, memory: Bytes, n_threads: int, type_id: int, sample: Bytes
+    ) -> None:
+        self._backend, self._memory, self._n_threads = backend, memory, n_threads
+        self.type_id, self._sample = type_id, sample
+        self._rows = sample
+        # A GPU is done with one product before the next is there.
+        self.n_products = _N_GPU_PRODUCTS if backend.is_gpu else 1
 
-    def n_rows(self, k: int, m: int, n_experts: int = 1, n_results: int = 1) -> int:
-        """Return how many of m rows of a weight with k columns have room; m of each expert.
+    def measure(self, measure: Callable[[_Bench], float]) -> float:
+        """Return what measure finds with a graph that is empty before and gone afterwards."""
+        self.graph = Graph(
+            self._backend, n_threads=self._n_threads, weights=self._weights(),
+            n_other_bytes=_ACTIVATION_BYTES * self.n_products,
+        )  # fmt: skip
+        try:
+            return measure(self)
+        finally:
+            self.graph.close()
 
-        n_results is the number of values that follow from one row.
-        """
-        row_bytes = n_experts * ggml.row_bytes(self._type_id, k) + n_results * 4
-        return min(m, max(0, self.graph.free_bytes - _SLACK_BYTES) // row_bytes)
+    def _weights(self) -> Bytes | int:
+        if self._backend.is_gpu:
+            return min(_GPU_BYTES, self._backend.memory_bytes()[0] // 2)
+        return self._memory if self._backend.name == CPU else self._memory.nbytes
+
+    def n_rows(self, k: int, m: int, n_experts: int = 1) -> int:
+        """Return how many of m rows of a weight with k columns have room; m of each expert."""
+        room = max(0, self.graph.free_bytes - _SLACK_BYTES)
+        rows = room // (n_experts * ggml.row_bytes(self.type_id, k))
+        return min(m, rows // _ROWS_TOGETHER * _ROWS_TOGETHER)
 
     def weight(self, *shape: int) -> Operand:
         """Return a weight of that shape."""
-        weight = self.graph.tensor(self._type_id, *shape)
-        sample, data = self._sample, weight.data
-        n_whole = data.nbytes // sample.nbytes * sample.nbytes
-        data[:n_whole].reshape(-1, sample.nbytes)[:] = sample
-        data[n_whole:] = sample[: data.nbytes - n_whole]
+        weight = self.graph.weight(self.type_id, *shape)
+        if weight.n_bytes > self._rows.nbytes:
+            self._rows = np.resize(self._sample, weight.n_bytes)
+        weight.write(self._rows[: weight.n_bytes])
         return weight
 
     def tokens(self, *shape: int) -> Operand:
         """Return activations of that shape."""
         tokens = self.graph.tensor(ggml.F32, *shape)
-        tokens.data.view(np.float32)[:] = _normal(tokens.data.nbytes // 4)
+        tokens.write(_normal(*shape))
         return tokens
+
+
+def _is_supported(bench: _Bench) -> bool:
+    """Tell whether there are kernels for products with the weights, and with experts of them."""
+    token, ids = bench.tokens(_N_EMBD, 1, 1), bench.graph.tensor(ggml.I32, 1, 1)
+    graph, shape = bench.graph, (_N_EMBD, _ROWS_TOGETHER)
+    weight, experts = (graph.weight(bench.type_id, *s) for s in (shape, (*shape, 2)))
+    products = graph.mul_mat(weight, token), graph.mul_mat_id(experts, token, ids)
+    return all(graph.supports(product) for product in products)
 
 
 def _decode_bytes_per_s(bench: _Bench) -> float:
@@ -127,28 +186,30 @@ def _decode_bytes_per_s(bench: _Bench) -> float:
             break
         weight = bench.weight(k, n_rows)
         bench.graph.mul_mat(weight, activations)
-        n_bytes += weight.data.nbytes
+        n_bytes += weight.n_bytes
     return n_bytes / _seconds(bench.graph.compute)
 
 
 def _prefill_flops(bench: _Bench) -> float:
     tokens = bench.tokens(_N_EMBD, _N_TOKENS)
-    weight = bench.weight(_N_EMBD, bench.n_rows(_N_EMBD, _N_EMBD, n_results=_N_TOKENS))
-    bench.graph.mul_mat(weight, tokens)
-    return 2 * prod(weight.shape) * _N_TOKENS / _seconds(bench.graph.compute)
+    weight = bench.weight(_N_EMBD, bench.n_rows(_N_EMBD, _N_EMBD))
+    for _ in range(bench.n_products):
+        bench.graph.mul_mat(weight, tokens)
+    n_flops = 2 * prod(weight.shape) * _N_TOKENS * bench.n_products
+    return n_flops / _seconds(bench.graph.compute)
 
 
 def _expert_prefill_flops(bench: _Bench) -> float:
     tokens = bench.tokens(_EXPERT_EMBD, 1, _N_TOKENS)
     ids = bench.graph.tensor(ggml.I32, _N_USED, _N_TOKENS)
     every = np.tile(np.arange(_N_EXPERTS, dtype=np.int32), (_N_TOKENS, 1))
-    chosen = np.random.default_rng(1).permuted(every, axis=1)[:, :_N_USED]
-    ids.data.view(np.int32)[:] = chosen.ravel()
-    n_results = _N_USED * _N_TOKENS
-    n_rows = bench.n_rows(_EXPERT_EMBD, _EXPERT_FF, _N_EXPERTS, n_results)
+    ids.write(np.random.default_rng(1).permuted(every, axis=1)[:, :_N_USED])
+    n_rows = bench.n_rows(_EXPERT_EMBD, _EXPERT_FF, _N_EXPERTS)
     experts = bench.weight(_EXPERT_EMBD, n_rows, _N_EXPERTS)
-    bench.graph.mul_mat_id(experts, tokens, ids)
-    return 2 * prod(experts.shape[:2]) * n_results / _seconds(bench.graph.compute)
+    for _ in range(bench.n_products):
+        bench.graph.mul_mat_id(experts, tokens, ids)
+    n_flops = 2 * prod(experts.shape[:2]) * _N_USED * _N_TOKENS * bench.n_products
+    return n_flops / _seconds(bench.graph.compute)
 
 
 def _normal(*shape: int) -> npt.NDArray[np.float32]:

@@ -1,15 +1,16 @@
-"""Functions of ggml that llama-cpp-python does not declare: its devices, and single products.
+"""Functions of ggml that llama-cpp-python does not declare: its backends, and single products.
 
-In: memory, shapes, types by number. Out: computed graphs, a list of GPUs. The library is the one
-that llama.py loaded. Knows no model.
+In: shapes, types by number, values. Out: computed graphs, lists of backends and of GPUs. The
+library is the one that llama.py loaded. Knows no model.
 """
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_char_p, c_int, c_int64, c_size_t, c_void_p
+from collections.abc import Iterator
+from ctypes import c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
-from math import prod
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -17,23 +18,21 @@ import numpy.typing as npt
 
 from headrace.engine import llama
 from headrace.engine.errors import EngineError
-from headrace.engine.profile import GpuDevice
+from headrace.engine.profile import CPU
 
 Bytes = npt.NDArray[np.uint8]
 
 # enum ggml_type
-F32, I32 = 0, 26
-# enum ggml_backend_dev_type: with memory of its own, and sharing the machine's.
-_GPU, _INTEGRATED_GPU = 1, 2
-# ggml-impl.h, TENSOR_ALIGNMENT; a cache line's size is no less.
-_ALIGN_BYTES = 64
+F32, F16, I32 = 0, 1, 26
+# enum ggml_backend_dev_type: the last two with memory of their own, and sharing the machine's.
+_CPU, _GPU, _INTEGRATED_GPU = 0, 1, 2
 _MAX_TENSORS = 512
 
 
 class _InitParams(ctypes.Structure):
     """struct ggml_init_params."""
 
-    _fields_ = (("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", ctypes.c_bool))
+    _fields_ = (("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool))
 
 
 # Name → result and arguments: ggml.h, ggml-backend.h, ggml-cpu.h.
@@ -43,25 +42,38 @@ _DECLARATIONS: dict[str, tuple[Any, ...]] = {
     "ggml_tensor_overhead": (c_size_t,),
     "ggml_graph_overhead": (c_size_t,),
     "ggml_row_size": (c_size_t, c_int, c_int64),
+    "ggml_nbytes": (c_size_t, c_void_p),
     "ggml_quantize_chunk": (c_size_t, c_int, *[c_void_p] * 2, *[c_int64] * 3, c_void_p),
     "ggml_new_tensor": (c_void_p, c_void_p, c_int, c_int, ctypes.POINTER(c_int64)),
     "ggml_mul_mat": (c_void_p, c_void_p, c_void_p, c_void_p),
     "ggml_mul_mat_id": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
     "ggml_new_graph": (c_void_p, c_void_p),
     "ggml_build_forward_expand": (None, c_void_p, c_void_p),
-    "ggml_backend_cpu_init": (c_void_p,),
     "ggml_backend_cpu_set_n_threads": (None, c_void_p, c_int),
     "ggml_backend_free": (None, c_void_p),
     "ggml_backend_cpu_buffer_from_ptr": (c_void_p, c_void_p, c_size_t),
+    "ggml_backend_buft_name": (c_char_p, c_void_p),
+    "ggml_backend_buft_alloc_buffer": (c_void_p, c_void_p, c_size_t),
     "ggml_backend_buffer_free": (None, c_void_p),
+    "ggml_backend_buffer_get_base": (c_void_p, c_void_p),
+    "ggml_backend_buffer_get_size": (c_size_t, c_void_p),
+    "ggml_backend_buffer_get_alignment": (c_size_t, c_void_p),
+    "ggml_backend_buffer_get_alloc_size": (c_size_t, c_void_p, c_void_p),
     "ggml_backend_tensor_alloc": (c_int, c_void_p, c_void_p, c_void_p),
+    "ggml_backend_tensor_set": (None, c_void_p, c_void_p, c_size_t, c_size_t),
+    "ggml_backend_tensor_get": (None, c_void_p, c_void_p, c_size_t, c_size_t),
     "ggml_backend_graph_compute": (c_int, c_void_p, c_void_p),
     "ggml_backend_dev_count": (c_size_t,),
     "ggml_backend_dev_get": (c_void_p, c_size_t),
+    "ggml_backend_dev_init": (c_void_p, c_void_p, c_char_p),
     "ggml_backend_dev_type": (c_int, c_void_p),
     "ggml_backend_dev_name": (c_char_p, c_void_p),
     "ggml_backend_dev_description": (c_char_p, c_void_p),
     "ggml_backend_dev_memory": (None, c_void_p, *[ctypes.POINTER(c_size_t)] * 2),
+    "ggml_backend_dev_buffer_type": (c_void_p, c_void_p),
+    "ggml_backend_dev_backend_reg": (c_void_p, c_void_p),
+    "ggml_backend_dev_supports_op": (c_bool, c_void_p, c_void_p),
+    "ggml_backend_reg_get_proc_address": (c_void_p, c_void_p, c_char_p),
 }
 
 
@@ -72,24 +84,61 @@ def _call(name: str, *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def list_gpus() -> tuple[GpuDevice, ...]:
-    """Return the GPUs that this build of ggml can use, with their memory now."""
-    gpus = []
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A device that computes, and the memory that weights are in for it."""
+
+    name: str
+    """Of the device, or of memory in which the CPU keeps weights in an order of its own."""
+    description: str
+    device: int
+    buffer_type: int
+    is_gpu: bool
+    is_integrated: bool = False
+    """Whether it is a GPU that shares the machine's memory."""
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """Return free and total bytes of the device's memory now."""
+        free, total = c_size_t(), c_size_t()
+        _call("ggml_backend_dev_memory", self.device, ctypes.byref(free), ctypes.byref(total))
+        return free.value, total.value
+
+
+def list_backends() -> tuple[Backend, ...]:
+    """Return all that this build of ggml can multiply with: the CPU first, GPUs last."""
+    cpus, gpus = list[Backend](), list[Backend]()
     for i in range(_call("ggml_backend_dev_count")):
         device = _call("ggml_backend_dev_get", i)
         kind = _call("ggml_backend_dev_type", device)
-        if kind in (_GPU, _INTEGRATED_GPU):
-            free, total = c_size_t(), c_size_t()
-            _call("ggml_backend_dev_memory", device, ctypes.byref(free), ctypes.byref(total))
-            name, description = (
-                _call(f"ggml_backend_dev_{what}", device).decode(errors="replace")
-                for what in ("name", "description")
+        name = _text("ggml_backend_dev_name", device)
+        about = _text("ggml_backend_dev_description", device)
+        memory = _call("ggml_backend_dev_buffer_type", device)
+        if kind == _CPU:
+            cpus.append(Backend(CPU, about, device, memory, is_gpu=False))
+            cpus += (
+                Backend(_text("ggml_backend_buft_name", other), about, device, other, is_gpu=False)
+                for other in _extra_buffer_types(device)
             )
-            is_integrated = kind == _INTEGRATED_GPU
-            gpus.append(
-                GpuDevice(name, description, total.value, free.value, is_integrated=is_integrated)
-            )
-    return tuple(gpus)
+        elif kind in (_GPU, _INTEGRATED_GPU):
+            gpus.append(Backend(name, about, device, memory, True, kind == _INTEGRATED_GPU))
+    return (*cpus, *gpus)
+
+
+def _extra_buffer_types(device: int) -> Iterator[int]:
+    """Yield the memories in which a device keeps weights in another order than files have."""
+    registry = _call("ggml_backend_dev_backend_reg", device)
+    address = _call(
+        "ggml_backend_reg_get_proc_address", registry, b"ggml_backend_dev_get_extra_bufts"
+    )
+    if address is None:
+        return
+    get = ctypes.CFUNCTYPE(ctypes.POINTER(c_void_p), c_void_p)(address)
+    yield from takewhile(lambda pointer: pointer is not None, iter(get(device)))
+
+
+def _text(name: str, pointer: int) -> str:
+    text: bytes = _call(name, pointer)
+    return text.decode(errors="replace")
 
 
 def row_bytes(type_id: int, n_columns: int) -> int:
@@ -112,78 +161,155 @@ def quantize(values: npt.NDArray[np.float32], type_id: int) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor of a graph; data is its memory, for the caller to write."""
+    """A tensor of a graph."""
 
     pointer: int
     shape: tuple[int, ...]
     """As ggml's, the row first."""
-    data: Bytes
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of its values, as a file has them."""
+        return int(_call("ggml_nbytes", self.pointer))
+
+    def write(self, values: npt.NDArray[Any]) -> None:
+        """Set all values; those of a weight may be stored in another order."""
+        values = np.ascontiguousarray(values)
+        assert values.nbytes == self.n_bytes, "values fill the tensor"
+        _call("ggml_backend_tensor_set", self.pointer, values.ctypes.data, 0, values.nbytes)
+
+    def read(self) -> npt.NDArray[np.float32]:
+        """Return the values of a result, in one dimension."""
+        values = np.empty(self.n_bytes // 4, dtype=np.float32)
+        _call("ggml_backend_tensor_get", self.pointer, values.ctypes.data, 0, values.nbytes)
+        return values
+
+
+class _Memory:
+    """A buffer whose pieces are taken one after the other."""
+
+    def __init__(self, buffer: int | None, n_bytes: int) -> None:
+        if buffer is None:
+            raise EngineError(f"ggml can't allocate {n_bytes} bytes to measure with")
+        self._buffer = buffer
+        self._next: int = _call("ggml_backend_buffer_get_base", buffer)
+        self._end: int = self._next + _call("ggml_backend_buffer_get_size", buffer)
+        self._alignment: int = _call("ggml_backend_buffer_get_alignment", buffer)
+
+    @property
+    def free_bytes(self) -> int:
+        return self._end - self._next
+
+    def place(self, tensor: int) -> None:
+        n_bytes = _call("ggml_backend_buffer_get_alloc_size", self._buffer, tensor)
+        assert n_bytes <= self.free_bytes, "the memory holds all tensors"
+        status = _call("ggml_backend_tensor_alloc", self._buffer, tensor, self._next)
+        assert status == 0, "memory that is there needs no allocation"
+        self._next += -(-n_bytes // self._alignment) * self._alignment
+
+    def close(self) -> None:
+        _call("ggml_backend_buffer_free", self._buffer)
 
 
 class Graph:
-    """Matrix products that the CPU computes one after the other, as in a model's graph.
+    """Matrix products that a backend computes one after the other, as in a model's graph."""
 
-    All tensors lie in memory of the caller, which is left as it is where nothing is written: a
-    weight consists of what was there before.
-    """
+    def __init__(
+        self, backend: Backend, *, n_threads: int, weights: Bytes | int, n_other_bytes: int
+    ) -> None:  # fmt: skip
+        """Begin an empty graph, with n_other_bytes for all but weights; n_threads is for a CPU.
 
-    def __init__(self, memory: Bytes, n_threads: int) -> None:
-        """Begin an empty graph over memory, of one dimension, aligned to 64 bytes."""
-        self._memory, self._n_used = memory, 0
+        weights is the memory for weights, of one dimension and aligned to 64 bytes, which the
+        caller keeps; or how many bytes of the backend's own memory to take.
+
+        Raises:
+            EngineError: so much memory can't be had.
+        """
+        self._device = backend.device
         self._context = _call("ggml_init", _InitParams(self._overhead_bytes(), None, True))
         self._graph = _call("ggml_new_graph", self._context)
-        self._buffer = _call("ggml_backend_cpu_buffer_from_ptr", memory.ctypes.data, memory.nbytes)
-        self._backend = _call("ggml_backend_cpu_init")
-        _call("ggml_backend_cpu_set_n_threads", self._backend, n_threads)
+        self._backend = _call("ggml_backend_dev_init", backend.device, None)
+        self._memories: list[_Memory] = []
+        try:
+            if not self._backend:
+                raise EngineError(f"ggml can't start {backend.name}: {backend.description}")
+            if not backend.is_gpu:
+                _call("ggml_backend_cpu_set_n_threads", self._backend, n_threads)
+            others = _call("ggml_backend_dev_buffer_type", backend.device)
+            self._add_memory(backend.buffer_type, weights)
+            self._add_memory(others, n_other_bytes)
+        except EngineError:
+            self.close()
+            raise
+        self._weights, self._others = self._memories
 
     @staticmethod
     def _overhead_bytes() -> int:
         tensor_bytes = _call("ggml_tensor_overhead")
         return int(_call("ggml_graph_overhead") + _MAX_TENSORS * tensor_bytes)
 
+    def _add_memory(self, buffer_type: int, memory: Bytes | int) -> None:
+        if isinstance(memory, int):
+            buffer = _call("ggml_backend_buft_alloc_buffer", buffer_type, memory)
+            self._memories.append(_Memory(buffer, memory))
+        else:
+            start, n_bytes = memory.ctypes.data, memory.nbytes
+            buffer = _call("ggml_backend_cpu_buffer_from_ptr", start, n_bytes)
+            self._memories.append(_Memory(buffer, n_bytes))
+
     @property
     def free_bytes(self) -> int:
-        """Bytes of the memory that no tensor has taken."""
-        return self._memory.nbytes - self._n_used
+        """Bytes for weights that none has taken."""
+        return self._weights.free_bytes
+
+    def weight(self, type_id: int, *shape: int) -> Operand:
+        """Take the next piece of the memory for weights."""
+        return self._tensor(self._weights, type_id, shape)
 
     def tensor(self, type_id: int, *shape: int) -> Operand:
-        """Take the next piece of memory for a tensor."""
-        sizes = (c_int64 * len(shape))(*shape)
-        pointer = _call("ggml_new_tensor", self._context, type_id, len(shape), sizes)
-        n_bytes = prod(shape[1:]) * row_bytes(type_id, shape[0])
-        return Operand(pointer, shape, self._place(pointer, n_bytes))
+        """Take the next piece of the other memory."""
+        return self._tensor(self._others, type_id, shape)
 
-    def mul_mat(self, weight: Operand, tokens: Operand) -> Bytes:
-        """Add the product of weight (k, m) and tokens (k, n); return where it will be."""
+    def mul_mat(self, weight: Operand, tokens: Operand) -> Operand:
+        """Add the product of weight (k, m) and tokens (k, n); return what it will be."""
         result = _call("ggml_mul_mat", self._context, weight.pointer, tokens.pointer)
-        return self._add(result, weight.shape[1] * tokens.shape[1])
+        return self._add(result, weight.shape[1], tokens.shape[1])
 
-    def mul_mat_id(self, experts: Operand, tokens: Operand, ids: Operand) -> Bytes:
+    def mul_mat_id(self, experts: Operand, tokens: Operand, ids: Operand) -> Operand:
         """Add the products of tokens (k, 1, n) and those of experts (k, m, e) in ids (u, n)."""
         pointers = (operand.pointer for operand in (experts, tokens, ids))
         result = _call("ggml_mul_mat_id", self._context, *pointers)
-        return self._add(result, experts.shape[1] * prod(ids.shape))
+        return self._add(result, experts.shape[1], *ids.shape)
+
+    def supports(self, result: Operand) -> bool:
+        """Tell whether the backend can compute that product, of weights where they are."""
+        return bool(_call("ggml_backend_dev_supports_op", self._device, result.pointer))
 
     def compute(self) -> None:
-        """Compute all products once."""
+        """Compute all products once.
+
+        Raises:
+            EngineError: the backend can't.
+        """
         status = _call("ggml_backend_graph_compute", self._backend, self._graph)
         if status != 0:
-            raise EngineError(f"ggml could not compute matrix products: status {status}")
+            raise EngineError(f"ggml computes no product, status {status}")
 
     def close(self) -> None:
-        """Free all but the memory, which is the caller's."""
-        _call("ggml_backend_free", self._backend)
-        _call("ggml_backend_buffer_free", self._buffer)
+        """Free all but memory of the caller."""
+        for memory in self._memories:
+            memory.close()
+        if self._backend:
+            _call("ggml_backend_free", self._backend)
         _call("ggml_free", self._context)
 
-    def _add(self, result: int, n_values: int) -> Bytes:
-        _call("ggml_build_forward_expand", self._graph, result)
-        return self._place(result, 4 * n_values)
+    def _tensor(self, memory: _Memory, type_id: int, shape: tuple[int, ...]) -> Operand:
+        sizes = (c_int64 * len(shape))(*shape)
+        pointer = _call("ggml_new_tensor", self._context, type_id, len(shape), sizes)
+        memory.place(pointer)
+        return Operand(pointer, shape)
 
-    def _place(self, pointer: int, n_bytes: int) -> Bytes:
-        data = self._memory[self._n_used : self._n_used + n_bytes]
-        assert data.nbytes == n_bytes, "the memory holds all tensors"
-        self._n_used += -(-n_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        status = _call("ggml_backend_tensor_alloc", self._buffer, pointer, data.ctypes.data)
-        assert status == 0, "memory that is there needs no allocation"
-        return data
+    def _add(self, result: int, *shape: int) -> Operand:
+        _call("ggml_build_forward_expand", self._graph, result)
+        self._others.place(result)
+        return Operand(result, shape)

@@ -65,13 +65,16 @@ def _measure(wanted: Measure, connection: socket.socket) -> Measured:
 
         llama.start_backend()
         memory = compute_speed.working_memory(cache_bytes(Path("/")), this_memory().available_bytes)
+        backends = ggml.list_backends()
         if wanted.memory_and_gpus:
             _send(connection, Measuring("memory"))
             memory_bytes_per_s = compute_speed.memory_bytes_per_s(memory, wanted.n_threads)
-            gpus = ggml.list_gpus()
+            gpus = compute_speed.gpu_devices(backends, memory)
         for name, type_id in wanted.types:
             _send(connection, Measuring(f"kernels of {name}"))
-            kernels.append(compute_speed.kernel_speed(memory, name, type_id, wanted.n_threads))
+            kernels += compute_speed.kernel_speeds(
+                backends, memory, name, type_id, wanted.n_threads
+            )
     return Measured(
         memory_bytes_per_s=memory_bytes_per_s, gpus=gpus, kernels=tuple(kernels), disk=disk
     )

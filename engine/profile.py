@@ -12,6 +12,11 @@ from math import log2
 
 import msgspec
 
+CPU = "CPU"
+"""The backend of weights that lie as a file has them."""
+CPU_REPACK = "CPU_REPACK"
+"""The backend of weights that llama.cpp keeps in another order, for kernels that are faster."""
+
 # Numbers of reads in flight. Two are enough for a disk that gains nothing by more than one. Else it
 # is four unless more clearly bring more: points scatter by 5 %, and the fewest within that of the
 # best were 8, 2, 4 and 2 in four measurements of one disk.
@@ -60,7 +65,7 @@ class DiskProfile(msgspec.Struct, frozen=True):
 
 
 class KernelSpeed(msgspec.Struct, frozen=True):
-    """How fast weights of one type are used."""
+    """How fast weights of one type are used by one backend."""
 
     type: str
     """ggml's name, such as "Q4_0"."""
@@ -70,8 +75,8 @@ class KernelSpeed(msgspec.Struct, frozen=True):
     """2*m*n*k per second of MUL_MAT at 512 tokens."""
     expert_prefill_flops: float
     """The same of MUL_MAT_ID with 128 experts, 8 of them used, at 512 tokens."""
-    backend: str = "CPU"
-    """Whose kernel it is: "CPU", "CPU_REPACK" for weights repacked by it, or a GPU's name."""
+    backend: str = CPU
+    """Whose kernel it is: CPU, CPU_REPACK, or a GPU by its name."""
 
 
 class GpuDevice(msgspec.Struct, frozen=True):
@@ -81,10 +86,10 @@ class GpuDevice(msgspec.Struct, frozen=True):
     description: str
     total_bytes: int
     free_bytes: int
-    memory_bytes_per_s: float = 0.0
-    """Of reading its own memory; 0: not measured."""
-    is_integrated: bool = False
-    """Whether it shares the processor's memory: then no plan gains by it."""
+    memory_bytes_per_s: float
+    """At which one token's products with F16 weights read its memory."""
+    is_integrated: bool
+    """Whether its memory is the machine's: then no plan gains by it."""
 
 
 class Profile(msgspec.Struct, frozen=True):
@@ -97,8 +102,11 @@ class Profile(msgspec.Struct, frozen=True):
     gpus: tuple[GpuDevice, ...]
     disks: tuple[DiskProfile, ...]
 
-    def kernel(self, type_name: str, backend: str = "CPU") -> KernelSpeed | None:
-        """Return the speed of a tensor type, or None if it was not measured."""
+    def kernel(self, type_name: str, backend: str = CPU) -> KernelSpeed | None:
+        """Return the speed of a tensor type, or None if it was not measured.
+
+        What was not measured beside a type that was, that backend can't use.
+        """
         wanted = type_name, backend
         return next((k for k in self.kernels if (k.type, k.backend) == wanted), None)
 

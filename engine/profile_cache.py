@@ -23,7 +23,7 @@ from headrace.engine.profile import DiskProfile, Profile
 logger = logging.getLogger(__name__)
 
 # One more when the file's form, or what its figures mean, is no longer what it was.
-_VERSION = 1
+_VERSION = 2
 
 
 class Facts(msgspec.Struct, frozen=True):

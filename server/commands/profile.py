@@ -17,13 +17,15 @@ from headrace.config.units import format_bytes
 from headrace.engine.gguf import read_model
 from headrace.engine.hardware import Topology, this_machine
 from headrace.engine.memory import Memory, this_memory
-from headrace.engine.profile import DiskProfile, KernelSpeed, Profile
+from headrace.engine.profile import CPU_REPACK, DiskProfile, GpuDevice, KernelSpeed, Profile
 from headrace.engine.profile_cache import profile_path
 from headrace.engine.profiling import DEFAULT_TYPES, measured_profile, weight_types
 from headrace.server.commands.terminal import Terminal, bars, print_json, speed
 
 # Reads in flight of the chart; all of them are in the JSON.
 _CHART_DEPTH = 8
+# What people are told of backends; others are called by their names.
+_BACKENDS = {CPU_REPACK: "CPU, repacked"}
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,9 +96,7 @@ def _machine(report: Report, topology: Topology) -> Table:
     if memory.swap_total_bytes:
         total, free = (format_bytes(n) for n in (memory.swap_total_bytes, memory.swap_free_bytes))
         rows.append(("swap", f"{total}, {free} of it free"))
-    rows += [
-        (gpu.name, f"{gpu.description}, {format_bytes(gpu.total_bytes)}") for gpu in profile.gpus
-    ]
+    rows += [(gpu.name, _gpu(gpu)) for gpu in profile.gpus]
     if not profile.gpus:
         rows.append(("GPU", "none that llama.cpp can use"))
     if not profile.disks:
@@ -107,14 +107,22 @@ def _machine(report: Report, topology: Topology) -> Table:
     return table
 
 
+def _gpu(gpu: GpuDevice) -> str:
+    memory = "of the machine's" if gpu.is_integrated else "of its own"
+    size = f"{format_bytes(gpu.total_bytes)} {memory}"
+    return f"{gpu.description}, {size}, {speed(gpu.memory_bytes_per_s)}"
+
+
 def _kernels(kernels: Sequence[KernelSpeed]) -> Table:
-    table = Table(title="weights, not repacked", title_justify="left")
+    table = Table(title="products with weights", title_justify="left")
     table.add_column("type", no_wrap=True)
+    table.add_column("by", no_wrap=True)
     for name in ("decode GB/s", "prefill Gflop/s", "experts Gflop/s"):
         table.add_column(name, justify="right")
     for kernel in kernels:
         figures = (kernel.decode_bytes_per_s, kernel.prefill_flops, kernel.expert_prefill_flops)
-        table.add_row(kernel.type, *(f"{figure / 1e9:,.1f}" for figure in figures))
+        by = _BACKENDS.get(kernel.backend, kernel.backend)
+        table.add_row(kernel.type, by, *(f"{figure / 1e9:,.1f}" for figure in figures))
     return table
 
 

@@ -11,7 +11,14 @@ import pytest
 from headrace.engine.disk import locate
 from headrace.engine.errors import ModelFileError
 from headrace.engine.hardware import this_machine
-from headrace.engine.profile import DiskPoint, DiskProfile, GpuDevice, KernelSpeed, Profile
+from headrace.engine.profile import (
+    CPU_REPACK,
+    DiskPoint,
+    DiskProfile,
+    GpuDevice,
+    KernelSpeed,
+    Profile,
+)
 from headrace.engine.profile_cache import (
     Facts,
     keep_profile,
@@ -26,8 +33,11 @@ PROFILE = Profile(
     key="0123456789abcdef",
     n_threads=2,
     memory_bytes_per_s=4e10,
-    kernels=(KernelSpeed("Q4_0", 2e10, 1.8e11, 9e10),),
-    gpus=(GpuDevice("CUDA0", "NVIDIA H200", 150 << 30, 149 << 30),),
+    kernels=(
+        KernelSpeed("Q4_0", 2e10, 1.8e11, 9e10),
+        KernelSpeed("Q4_0", 4e10, 2.8e11, 1e11, CPU_REPACK),
+    ),
+    gpus=(GpuDevice("CUDA0", "NVIDIA H200", 150 << 30, 149 << 30, 4e12, is_integrated=False),),
     disks=(DiskProfile("254:0", True, (POINT,), (POINT, POINT)),),
 )
 
@@ -72,7 +82,7 @@ def test_file_of_another_version_or_machine_is_said_once(
     path.write_text(json.dumps(content))
     assert read_profile(PROFILE.key) is None
     [message] = caplog.messages
-    assert f"expected version 1 of {PROFILE.key}" in message
+    assert f"expected version 2 of {PROFILE.key}" in message
     assert str(value) in message
 
 
@@ -118,6 +128,8 @@ def test_what_was_measured_is_a_profile_with_kernels_and_the_disk_of_the_file(
 
 def test_kernels_and_disks_are_found_by_name() -> None:
     assert PROFILE.kernel("Q4_0") == PROFILE.kernels[0]
+    assert PROFILE.kernel("Q4_0", CPU_REPACK) == PROFILE.kernels[1]
+    assert PROFILE.kernel("Q4_0", "CUDA0") is None
     assert PROFILE.kernel("Q8_0") is None
     assert PROFILE.disk("254:0") == PROFILE.disks[0]
     assert PROFILE.disk("8:0") is None

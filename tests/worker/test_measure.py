@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.engine import ggml
-from headrace.engine.compute_speed import working_memory
+from headrace.engine.compute_speed import gpu_devices, kernel_speeds, working_memory
 from headrace.engine.disk import DEPTHS
 from headrace.engine.disk_speed import Reads, measure_disk, measure_reads
 from headrace.engine.errors import EngineDied, EngineError, ModelFileError
 from headrace.engine.gguf import read_model
 from headrace.engine.hardware import this_machine
+from headrace.engine.profile import CPU
 from headrace.engine.profiling import cached_profile, measured_profile, weight_types
 
 KIB, MIB = 1024, 1024**2
@@ -31,7 +32,8 @@ def graph(backend: None) -> Iterator[ggml.Graph]:
     """A graph over enough memory for small products."""
     memory = np.zeros(MIB + 64, dtype=np.uint8)
     start = -memory.ctypes.data % 64
-    graph = ggml.Graph(memory[start : start + MIB], n_threads=2)
+    cpu = ggml.list_backends()[0]
+    graph = ggml.Graph(cpu, n_threads=2, weights=memory[start : start + MIB], n_other_bytes=MIB)
     yield graph
     graph.close()
 
@@ -47,22 +49,17 @@ def no_process_is_left() -> Iterator[None]:
     assert psutil.Process().children(recursive=True) == []
 
 
-def fill(operand: ggml.Operand, values: np.ndarray) -> None:
-    operand.data.view(values.dtype)[:] = values.ravel()
-
-
 @pytest.mark.parametrize("kind", [Q.F32, Q.F16, Q.Q8_0])
 def test_product_is_that_of_the_matrices(graph: ggml.Graph, kind: Q) -> None:
     random = np.random.default_rng(1)
     weights = random.standard_normal((96, 64), dtype=np.float32)
     tokens = random.standard_normal((3, 64), dtype=np.float32)
-    weight, operand = graph.tensor(int(kind), 64, 96), graph.tensor(ggml.F32, 64, 3)
-    weight.data[:] = ggml.quantize(weights, int(kind))
-    fill(operand, tokens)
+    weight, operand = graph.weight(int(kind), 64, 96), graph.tensor(ggml.F32, 64, 3)
+    weight.write(ggml.quantize(weights, int(kind)))
+    operand.write(tokens)
     result = graph.mul_mat(weight, operand)
     graph.compute()
-    found = result.view(np.float32).reshape(3, 96)
-    assert found == pytest.approx(tokens @ weights.T, abs=0.3)
+    assert result.read().reshape(3, 96) == pytest.approx(tokens @ weights.T, abs=0.3)
 
 
 def test_product_with_experts_is_that_of_the_chosen_ones(graph: ggml.Graph) -> None:
@@ -70,14 +67,39 @@ def test_product_with_experts_is_that_of_the_chosen_ones(graph: ggml.Graph) -> N
     weights = random.standard_normal((5, 32, 64), dtype=np.float32)
     tokens = random.standard_normal((3, 64), dtype=np.float32)
     ids = np.array([[4, 0], [2, 3], [1, 4]], dtype=np.int32)
-    experts, operand = graph.tensor(ggml.F32, 64, 32, 5), graph.tensor(ggml.F32, 64, 1, 3)
+    experts, operand = graph.weight(ggml.F32, 64, 32, 5), graph.tensor(ggml.F32, 64, 1, 3)
     chosen = graph.tensor(ggml.I32, 2, 3)
     for tensor, values in ((experts, weights), (operand, tokens), (chosen, ids)):
-        fill(tensor, values)
+        tensor.write(values)
     result = graph.mul_mat_id(experts, operand, chosen)
     graph.compute()
-    found = result.view(np.float32).reshape(3, 2, 32)
+    found = result.read().reshape(3, 2, 32)
     assert found == pytest.approx(np.einsum("nuok,nk->nuo", weights[ids], tokens), abs=1e-3)
+
+
+def test_product_of_every_backend_is_that_of_the_matrices(backend: None) -> None:
+    random = np.random.default_rng(1)
+    weights = random.standard_normal((96, 256), dtype=np.float32)
+    tokens = random.standard_normal((3, 256), dtype=np.float32)
+    expected = tokens @ quants.dequantize(quants.quantize(weights, Q.Q4_0), Q.Q4_0).T
+    backends = ggml.list_backends()
+    assert backends[0].name == CPU
+    for each in backends:
+        graph = ggml.Graph(each, n_threads=2, weights=MIB, n_other_bytes=MIB)
+        weight, operand = graph.weight(int(Q.Q4_0), 256, 96), graph.tensor(ggml.F32, 256, 3)
+        result = graph.mul_mat(weight, operand)
+        if graph.supports(result):
+            weight.write(quants.quantize(weights, Q.Q4_0))
+            operand.write(tokens)
+            graph.compute()
+            assert result.read().reshape(3, 96) == pytest.approx(expected, abs=0.5), each
+        graph.close()
+
+
+def test_more_memory_than_there_is_for_weights_is_an_error(backend: None) -> None:
+    cpu = ggml.list_backends()[0]
+    with pytest.raises(EngineError, match="can't allocate 4611686018427387904 bytes to measure"):
+        ggml.Graph(cpu, n_threads=1, weights=1 << 62, n_other_bytes=MIB)
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K", "IQ4_XS", "IQ2_XXS", "MXFP4", "BF16"])
@@ -89,13 +111,32 @@ def test_rows_are_quantised_to_their_type(backend: None, name: str) -> None:
     assert np.corrcoef(found.ravel(), values.ravel())[0, 1] > 0.8
 
 
-def test_gpus_have_no_more_free_memory_than_memory(backend: None) -> None:
-    assert all(0 <= gpu.free_bytes <= gpu.total_bytes for gpu in ggml.list_gpus())
+def test_devices_have_no_more_free_memory_than_memory(backend: None) -> None:
+    for each in ggml.list_backends():
+        free_bytes, total_bytes = each.memory_bytes()
+        assert 0 <= free_bytes <= total_bytes
 
 
-def test_working_memory_is_larger_than_the_caches_and_leaves_half() -> None:
-    assert working_memory(100 * MIB, 10**12).nbytes > 400 * MIB
-    assert working_memory(100 * MIB, 200 * MIB).nbytes == 100 * MIB
+def test_type_that_can_t_be_repacked_has_the_kernel_of_plain_weights_alone(backend: None) -> None:
+    backends = ggml.list_backends()
+    memory = working_memory(0, 200 * MIB)
+    speeds = kernel_speeds(backends, memory, "F16", ggml.F16, 2)
+    assert {speed.backend for speed in speeds} <= {CPU, *(b.name for b in backends if b.is_gpu)}
+    [plain] = [speed for speed in speeds if speed.backend == CPU]
+    assert plain.type == "F16"
+    assert min(plain.decode_bytes_per_s, plain.prefill_flops, plain.expert_prefill_flops) > 0
+
+
+def test_every_gpu_and_no_other_backend_is_a_device(backend: None) -> None:
+    backends = ggml.list_backends()
+    devices = gpu_devices(backends, working_memory(0, 200 * MIB))
+    assert [device.name for device in devices] == [b.name for b in backends if b.is_gpu]
+    assert all(device.memory_bytes_per_s > 0 for device in devices)
+
+
+def test_working_memory_is_larger_than_the_caches_and_leaves_most() -> None:
+    assert working_memory(100 * MIB, 10**12).nbytes == 400 * MIB
+    assert working_memory(100 * MIB, 400 * MIB).nbytes == 100 * MIB
 
 
 def test_too_little_memory_to_measure_is_an_error() -> None:
@@ -173,7 +214,8 @@ def test_only_what_is_not_known_is_measured(tiny_llama_path: Path) -> None:
         found = measured_profile(topology, types, path, force=force, progress=seen.append)
         assert cached_profile(topology) == found
         assert found.memory_bytes_per_s > 0
-        return [kernel.type for kernel in found.kernels] + [disk.device for disk in found.disks]
+        plain = [kernel.type for kernel in found.kernels if kernel.backend == CPU]
+        return plain + [disk.device for disk in found.disks]
 
     assert profile({"Q4_0": 2}) == ["Q4_0"]
     assert seen == ["memory", "kernels of Q4_0"]
