@@ -86,9 +86,9 @@ class GpuDevice(msgspec.Struct, frozen=True):
     description: str
     total_bytes: int
     free_bytes: int
-    memory_bytes_per_s: float
-    """At which one token's products with F16 weights read its memory."""
-    is_integrated: bool
+    memory_bytes_per_s: float = 0.0
+    """At which one token's products with F16 weights read its memory; 0: not known."""
+    is_integrated: bool = False
     """Whether its memory is the machine's: then no plan gains by it."""
 
 

@@ -22,7 +22,7 @@ from functools import partial
 import msgspec
 
 from headrace.engine.errors import InvalidRequest
-from headrace.engine.messages import Done, Generate, Load, Mode, SamplingParams, Timings
+from headrace.engine.messages import Done, Forecast, Generate, Load, Mode, SamplingParams, Timings
 from headrace.server.commands.local_engine import LocalEngine
 
 Say = Callable[[str], None]
@@ -61,6 +61,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     mode: Mode
     budget_bytes: int
     """What weights, streaming, context and buffers may take together."""
+    forecast: Forecast | None
+    """What was expected of the warm tests; None: the machine, or the disk, was not measured."""
     load_s: Spread
     """Seconds of each cold load; in the first, llama.cpp's own code was loaded too."""
     tokens_per_s: dict[str, Spread]
@@ -97,6 +99,7 @@ def measure(job: Job, say: Say) -> Measurement:
     return Measurement(
         mode=loaded.plan.mode,
         budget_bytes=loaded.budget_bytes,
+        forecast=loaded.forecast,
         load_s=Spread.of(loads),
         tokens_per_s={name: Spread.of(runs) for name, runs in speeds.items()},
     )

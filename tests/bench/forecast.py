@@ -88,21 +88,19 @@ def compare(name: str, path: Path, budget: str, n_runs: int, environ: dict[str, 
     n_tokens = N_TOKENS[name]
     prompt = ("--prompt", "What is a river, and why?", "--max-tokens", str(2 * n_tokens))
     headrace("run", *flags, *prompt, environ=environ)
-    inspection = json.loads(headrace("inspect", *flags, "--json", environ=environ)[0])
-    said = inspection["forecast"]
     tests = ("-p", "16", "-n", str(n_tokens), "-r", str(n_runs))
-    done = json.loads(headrace("bench", *flags, *tests, "--json", environ=environ)[0])
-    found = done["headrace"]["tokens_per_s"][f"tg{n_tokens} warm"]
+    done = json.loads(headrace("bench", *flags, *tests, "--json", environ=environ)[0])["headrace"]
+    found, said = done["tokens_per_s"][f"tg{n_tokens} warm"], done["forecast"]
     prose = ("--prompt", PROSE, "--max-tokens", "1", "--verbose")
     told = headrace("run", *flags, *prose, environ=environ)[1]
     rate = re.search(r"prompt eval rate: +([0-9.]+)", told)
     assert rate is not None, told
     row = Row(
-        what=f"{name}, --memory {budget}, {inspection['plan']['mode']}",
+        what=f"{name}, --memory {budget}, {done['mode']}",
         decode=(found["median"], said["decode_tokens_per_s"]),
         spread=(found["lowest"], found["highest"]),
         ttft=(1000 / float(rate[1]), said["ttft_s_per_1000_tokens"]),
-        load=(statistics.median(done["headrace"]["load_s"]["runs"]), said["load_s"]),
+        load=(statistics.median(done["load_s"]["runs"]), said["load_s"]),
     )
     tell(row, found["runs"], said)
     return row
