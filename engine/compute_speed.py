@@ -12,6 +12,7 @@ import mmap
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -44,6 +45,8 @@ _N_EMBD, _N_FF = 4096, 14336
 # Qwen3-30B-A3B's experts.
 _EXPERT_EMBD, _EXPERT_FF, _N_EXPERTS, _N_USED = 2048, 768, 128, 8
 _N_TOKENS = 512
+# Its attention, with a quarter of its heads.
+_HEAD_DIM, _N_HEADS, _N_KV_HEADS = 128, 8, 2
 # Rows that are quantised; all weights repeat them. On x86 ggml looks scales up in a table, so how
 # many there are counts: with one scale for all, decode of Q4_0 was a quarter faster.
 _N_SAMPLE_ROWS = 16
@@ -80,6 +83,25 @@ def memory_bytes_per_s(memory: Bytes, n_threads: int) -> float:
         return words.nbytes / _seconds(lambda: list(pool.map(np.sum, parts)))
 
 
+def attention_flops(cpu: Backend, n_threads: int) -> float:
+    """Return the speed of the attention of a prompt's batch to itself, with a cache of F16."""
+    kv_shape = (_HEAD_DIM, _N_TOKENS, _N_KV_HEADS)
+    kv_bytes = 2 * prod(kv_shape) * 2 + _SLACK_BYTES
+    graph = Graph(cpu, n_threads=n_threads, weights=kv_bytes, n_other_bytes=_ACTIVATION_BYTES)
+    try:
+        queries = graph.tensor(ggml.F32, _HEAD_DIM, _N_TOKENS, _N_HEADS)
+        mask = graph.tensor(ggml.F16, _N_TOKENS, _N_TOKENS)
+        keys, values = (graph.weight(ggml.F16, *kv_shape) for _ in range(2))
+        queries.write(_normal(*queries.shape))
+        mask.write(np.zeros(mask.shape, dtype=np.float16))
+        for operand in (keys, values):
+            operand.write(_normal(*kv_shape).astype(np.float16))
+        graph.attend(queries, keys, values, mask)
+        return 4 * prod(queries.shape) * _N_TOKENS / _seconds(graph.compute)
+    finally:
+        graph.close()
+
+
 def gpu_devices(backends: Sequence[Backend], memory: Bytes) -> tuple[GpuDevice, ...]:
     """Return the GPUs of backends with their memory now, and how fast that is read."""
     sample = ggml.quantize(_normal(_N_SAMPLE_ROWS, _N_FF), ggml.F16)
@@ -113,6 +135,8 @@ def kernel_speeds(
                     prefill_flops=bench.measure(_prefill_flops),
                     expert_prefill_flops=bench.measure(_expert_prefill_flops),
                     backend=backend.name,
+                    expert_decode_bytes_per_s=bench.measure(_expert_decode_bytes_per_s),
+                    load_bytes_per_s=bench.measure(_load_bytes_per_s, is_fresh=True),
                 )
             )
     return found
@@ -130,10 +154,16 @@ class _Bench:
         # A GPU is done with one product before the next is there.
         self.n_products = _N_GPU_PRODUCTS if backend.is_gpu else 1
 
-    def measure(self, measure: Callable[[_Bench], float]) -> float:
-        """Return what measure finds with a graph that is empty before and gone afterwards."""
+    def measure(self, measure: Callable[[_Bench], float], *, is_fresh: bool = False) -> float:
+        """Return what measure finds with a graph that is empty before and gone afterwards.
+
+        If is_fresh, memory for weights is what ggml takes for them, not touched before.
+        """
+        weights = self._weights()
+        if is_fresh and not isinstance(weights, int):
+            weights = weights.nbytes
         self.graph = Graph(
-            self._backend, n_threads=self._n_threads, weights=self._weights(),
+            self._backend, n_threads=self._n_threads, weights=weights,
             n_other_bytes=_ACTIVATION_BYTES * self.n_products,
         )  # fmt: skip
         try:
@@ -155,10 +185,14 @@ class _Bench:
     def weight(self, *shape: int) -> Operand:
         """Return a weight of that shape."""
         weight = self.graph.weight(self.type_id, *shape)
-        if weight.n_bytes > self._rows.nbytes:
-            self._rows = np.resize(self._sample, weight.n_bytes)
-        weight.write(self._rows[: weight.n_bytes])
+        weight.write(self.rows(weight.n_bytes))
         return weight
+
+    def rows(self, n_bytes: int) -> Bytes:
+        """Return so many bytes of quantised values."""
+        if n_bytes > self._rows.nbytes:
+            self._rows = np.resize(self._sample, n_bytes)
+        return self._rows[:n_bytes]
 
     def tokens(self, *shape: int) -> Operand:
         """Return activations of that shape."""
@@ -188,6 +222,30 @@ def _decode_bytes_per_s(bench: _Bench) -> float:
         bench.graph.mul_mat(weight, activations)
         n_bytes += weight.n_bytes
     return n_bytes / _seconds(bench.graph.compute)
+
+
+def _expert_decode_bytes_per_s(bench: _Bench) -> float:
+    """Return the speed of one token's products with experts, of which none is used twice."""
+    n_rows = bench.n_rows(_EXPERT_EMBD, _EXPERT_FF, _N_EXPERTS)
+    experts = bench.weight(_EXPERT_EMBD, n_rows, _N_EXPERTS)
+    token = bench.tokens(_EXPERT_EMBD, 1, 1)
+    every = np.random.default_rng(1).permutation(_N_EXPERTS).astype(np.int32)
+    for chosen in every.reshape(-1, _N_USED):
+        ids = bench.graph.tensor(ggml.I32, _N_USED, 1)
+        ids.write(chosen)
+        bench.graph.mul_mat_id(experts, token, ids)
+    return experts.n_bytes / _seconds(bench.graph.compute)
+
+
+def _load_bytes_per_s(bench: _Bench) -> float:
+    """Return the speed at which weights are written, until there is no room."""
+    n_bytes, seconds = 0, 0.0
+    while (n_rows := bench.n_rows(_N_EMBD, _N_FF)) > 0:
+        weight = bench.graph.weight(bench.type_id, _N_EMBD, n_rows)
+        rows = bench.rows(weight.n_bytes)
+        seconds += _timed(partial(weight.write, rows))
+        n_bytes += weight.n_bytes
+    return n_bytes / seconds
 
 
 def _prefill_flops(bench: _Bench) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from ctypes import c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -47,6 +47,7 @@ _DECLARATIONS: dict[str, tuple[Any, ...]] = {
     "ggml_new_tensor": (c_void_p, c_void_p, c_int, c_int, ctypes.POINTER(c_int64)),
     "ggml_mul_mat": (c_void_p, c_void_p, c_void_p, c_void_p),
     "ggml_mul_mat_id": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
+    "ggml_flash_attn_ext": (c_void_p, *[c_void_p] * 5, *[c_float] * 3),
     "ggml_new_graph": (c_void_p, c_void_p),
     "ggml_build_forward_expand": (None, c_void_p, c_void_p),
     "ggml_backend_cpu_set_n_threads": (None, c_void_p, c_int),
@@ -280,6 +281,14 @@ class Graph:
         pointers = (operand.pointer for operand in (experts, tokens, ids))
         result = _call("ggml_mul_mat_id", self._context, *pointers)
         return self._add(result, experts.shape[1], *ids.shape)
+
+    def attend(self, queries: Operand, keys: Operand, values: Operand, mask: Operand) -> Operand:
+        """Add the attention of queries (d, n, h) to keys and values (d, m, g), with mask (m, n)."""
+        pointers = (operand.pointer for operand in (queries, keys, values, mask))
+        scale = queries.shape[0] ** -0.5
+        result = _call("ggml_flash_attn_ext", self._context, *pointers, scale, 0.0, 0.0)
+        d, n_tokens, n_heads = queries.shape
+        return self._add(result, d, n_heads, n_tokens)
 
     def supports(self, result: Operand) -> bool:
         """Tell whether the backend can compute that product, of weights where they are."""

@@ -50,6 +50,7 @@ def _result(wanted: Measure, connection: socket.socket) -> Finding:
 
 def _measure(wanted: Measure, connection: socket.socket) -> Measured:
     memory_bytes_per_s: float | None = None
+    attention_flops: float | None = None
     gpus: tuple[GpuDevice, ...] | None = None
     kernels: list[KernelSpeed] = []
     disk = None
@@ -69,6 +70,7 @@ def _measure(wanted: Measure, connection: socket.socket) -> Measured:
         if wanted.memory_and_gpus:
             _send(connection, Measuring("memory"))
             memory_bytes_per_s = compute_speed.memory_bytes_per_s(memory, wanted.n_threads)
+            attention_flops = compute_speed.attention_flops(backends[0], wanted.n_threads)
             gpus = compute_speed.gpu_devices(backends, memory)
         for name, type_id in wanted.types:
             _send(connection, Measuring(f"kernels of {name}"))
@@ -76,7 +78,11 @@ def _measure(wanted: Measure, connection: socket.socket) -> Measured:
                 backends, memory, name, type_id, wanted.n_threads
             )
     return Measured(
-        memory_bytes_per_s=memory_bytes_per_s, gpus=gpus, kernels=tuple(kernels), disk=disk
+        memory_bytes_per_s=memory_bytes_per_s,
+        attention_flops=attention_flops,
+        gpus=gpus,
+        kernels=tuple(kernels),
+        disk=disk,
     )
 
 

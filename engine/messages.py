@@ -274,6 +274,7 @@ class Measured(Message, frozen=True, kw_only=True):
     """All that was asked for."""
 
     memory_bytes_per_s: float | None
+    attention_flops: float | None
     gpus: tuple[GpuDevice, ...] | None
     kernels: tuple[KernelSpeed, ...]
     disk: DiskProfile | None

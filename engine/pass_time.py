@@ -22,7 +22,7 @@ from headrace.engine.errors import EngineError
 from headrace.engine.gguf import Tensor
 from headrace.engine.messages import Limit
 from headrace.engine.plan import WeightsPlan
-from headrace.engine.profile import DiskProfile, GpuDevice, KernelSpeed, Profile
+from headrace.engine.profile import CPU, DiskProfile, GpuDevice, KernelSpeed, Profile
 from headrace.engine.routing import ExpertUsage, HitCurve, Routing
 from headrace.engine.tensors import ExpertBlock, TensorTable
 
@@ -30,15 +30,19 @@ Place = Literal["vram", "ram", "stream"]
 """Where the weights of a product are; the last are read first, and multiplied as they lie."""
 
 N_PROMPT = 1000
+# Tokens before the one that a decode pass is of, whose keys and values it reads; 2 bytes each.
+_N_CONTEXT, _KV_VALUE_BYTES = 512, 2
+_KV_WEIGHTS = ("attn_k.weight", "attn_v.weight")
 # native/readers.h, READERS_PIECE_BYTES
 PIECE_BYTES = 1 << 20
 # Linux reads mapped files ahead by 128 KiB, one window while the one before is used.
 _READ_AHEAD_BYTES, _READ_AHEAD_DEPTH = 128 << 10, 2
 # What of the reads of missed experts is hidden behind arithmetic. Where the two took about as long,
 # others gained 5 to 17 % by guessing the next layer's experts, 9 to 24 % by computing what is there
-# while the rest is read. The low ends give a quarter; tests/bench/streaming.py on two cores, which
-# also do the reading, gave less.
-HIDDEN_MISSES = 0.2
+# while the rest is read; the low ends give a quarter. So did a MoE of 24 x 128 experts in 6, 4 and
+# 3 GiB: 0.25, 0.25 and 0.28, though guesses caught two of three to nine of ten misses: they are
+# made a layer ahead, and most come late.
+HIDDEN_MISSES = 0.25
 # Of reads through the ring: all that the arithmetic takes.
 HIDDEN_DENSE = 1.0
 # native/callback.c, ALL_CHOSEN: from so many choices for each expert on layers are read ahead whole
@@ -46,6 +50,10 @@ _ALL_CHOSEN = 3
 # Of a block's operations beside its products with weights, and of the threads that wait for each
 # other between them. SmolLM2's 30 blocks: 7.4 ms for a token, 6.0 of them for products.
 BLOCK_S = 50e-6
+# Of a product with streamed experts, three a layer: the graph stops for them, its threads end and
+# start again, and the next layer's experts are guessed. The same MoE with all of them cached: 43.9
+# ms a token, 36.9 of them for all else here.
+STOP_S = 100e-6
 # Of a layer on a GPU, for what of it the CPU computes: the activations go there and back, some KB
 # each, and both wait. About what copies of that size take over PCIe; not measured.
 HOP_S = 25e-6
@@ -121,20 +129,26 @@ class CostModel:
         is_learnt = usage is not None
         return cls(profile, disk, table, gpu, n_io_threads, routings, curves, is_learnt)
 
-    def decode(self, plan: WeightsPlan) -> PassTime:
-        """Return the pass of one token."""
+    def decode(self, plan: WeightsPlan, read_bytes: float | None = None) -> PassTime:
+        """Return the pass of one token; of one that read so much of its experts, if that is known.
+
+        Else it is what the hit curve says.
+        """
         places = _Places.of(plan, self.table)
-        compute_s = self.table.n_blocks * BLOCK_S + places.n_hops * HOP_S
+        compute_s = self.table.n_blocks * BLOCK_S + places.n_hops * HOP_S + self.context_s
         compute_s += sum(
             self.product_s(tensor, share, places.of_matrix(tensor))
             for tensor, share in self.matrices()
         )
         if not plan.expert_blocks:
             return PassTime(compute_s, *self._read_dense(plan), hidden=HIDDEN_DENSE)
-        missed = [
-            (1 - pool.hit_rate(pool.n_records)) * pool.n_choices for pool in self._pools(plan)
-        ]
-        return PassTime(compute_s, *self._read_experts(plan, missed), hidden=HIDDEN_MISSES)
+        pools = self._pools(plan)
+        if read_bytes is None:
+            missed = [(1 - pool.hit_rate(pool.n_records)) * pool.n_choices for pool in pools]
+            return PassTime(compute_s, *self._read_experts(plan, missed), hidden=HIDDEN_MISSES)
+        all_bytes, all_s = self._read_experts(plan, [pool.n_choices for pool in pools])
+        read_s = all_s * read_bytes / all_bytes
+        return PassTime(compute_s, read_bytes, read_s, hidden=HIDDEN_MISSES)
 
     def prefill(self, plan: WeightsPlan) -> PassTime:
         """Return the pass of a physical batch of a prompt."""
@@ -155,13 +169,29 @@ class CostModel:
 
     def load_s(self, plan: WeightsPlan) -> float:
         """Return the seconds until all that stays in memory is there."""
-        if plan.mode == "full-resident":  # llama.cpp maps the file
-            size, depth = _READ_AHEAD_BYTES, _READ_AHEAD_DEPTH
-        else:
-            size, depth = PIECE_BYTES, self.n_io_threads
         n_bytes = plan.resident_bytes + sum(tensor.n_bytes for tensor in plan.in_vram)
-        read_s = n_bytes / self.disk.bytes_per_s(size, depth, is_random=False)
-        return read_s + plan.stream_bytes / self.profile.memory_bytes_per_s
+        if plan.mode == "full-resident":  # llama.cpp maps the file, and waits for its pages
+            speed = self.disk.bytes_per_s(_READ_AHEAD_BYTES, _READ_AHEAD_DEPTH, is_random=False)
+            return n_bytes / speed + self._copy_s(plan)
+        touch_s = plan.stream_bytes / self.profile.memory_bytes_per_s
+        return self.dense_read_s(n_bytes) + self._copy_s(plan) + touch_s
+
+    def _copy_s(self, plan: WeightsPlan) -> float:
+        """Return the seconds of bringing what was read to where it stays.
+
+        What is mapped stays where it is unless it is repacked; all else goes through a buffer.
+        """
+        places, is_mapped = _Places.of(plan, self.table), plan.mode == "full-resident"
+        seconds = 0.0
+        for tensor in self.table.tensors:
+            place = places.of_matrix(tensor)
+            backends = [] if is_mapped else [CPU]
+            backend = self._backend(tensor.type_name, place)
+            backends += [] if is_mapped and backend == CPU else [backend]
+            for kernel in (self.profile.kernel(tensor.type_name, each) for each in backends):
+                if place != "stream" and kernel is not None and kernel.load_bytes_per_s:
+                    seconds += tensor.n_bytes / kernel.load_bytes_per_s
+        return seconds
 
     def limit(self, plan: WeightsPlan, decode: PassTime) -> Limit:
         """Return what a token's pass waits for most."""
@@ -185,6 +215,13 @@ class CostModel:
             for part in block.parts:
                 yield part, min(self.table.n_used / block.n_experts, 1.0)
 
+    @property
+    def context_s(self) -> float:
+        """Seconds in which a token's pass reads keys and values of those before it."""
+        n_values = sum(t.shape[1] for t in self.table.trunk if t.name.endswith(_KV_WEIGHTS))
+        n_bytes = _N_CONTEXT * _KV_VALUE_BYTES * n_values
+        return n_bytes / self.profile.memory_bytes_per_s
+
     def is_measured(self, type_name: str, plan: WeightsPlan) -> bool:
         """Tell whether the kernels of a type were measured wherever plan may use them."""
         backends = ("CPU", self.gpu.name) if plan.gpu and self.gpu else ("CPU",)
@@ -192,7 +229,8 @@ class CostModel:
 
     def product_s(self, tensor: Tensor, share: float, place: Place) -> float:
         """Return the seconds of one token's product with a share of tensor."""
-        return tensor.n_bytes * share / self._decode_speed(tensor.type_name, place)
+        seconds = tensor.n_bytes * share / self._decode_speed(tensor, place)
+        return seconds + STOP_S if place == "stream" and is_expert(tensor) else seconds
 
     def dense_read_s(self, n_bytes: float) -> float:
         """Return the seconds of reading so much through the ring."""
@@ -229,6 +267,7 @@ class CostModel:
                 flops = self._kernel(tensor.type_name, place).prefill_flops
                 arithmetic_s = 2 * tensor.n_elements * n_tokens / flops
                 seconds += max(arithmetic_s, self.product_s(tensor, 1.0, place))
+        seconds += n_tokens * self._attention_s(places)
         for pool, routing in zip(self.table.pools, self.routings, strict=True):
             touched = routing.n_distinct(n_tokens) / routing.n_experts
             n_products = n_tokens * routing.n_used / pool[0].n_experts
@@ -238,6 +277,14 @@ class CostModel:
                 arithmetic_s = 2 * part.n_elements * n_products / flops
                 seconds += max(arithmetic_s, self.product_s(part, touched, place))
         return seconds
+
+    def _attention_s(self, places: _Places) -> float:
+        """Return the seconds that the CPU takes for a token's attention, to half of a prompt."""
+        if not self.profile.attention_flops:
+            return 0.0
+        queries = (tensor for tensor in self.table.trunk if tensor.name.endswith("attn_q.weight"))
+        n_values = sum(t.shape[1] for t in queries if places.of_matrix(t) != "vram")
+        return 4 * n_values * N_PROMPT / 2 / self.profile.attention_flops
 
     def _read_dense(self, plan: WeightsPlan) -> tuple[float, float]:
         """Return bytes and seconds of what a pass streams through the ring."""
@@ -262,6 +309,7 @@ class CostModel:
             prefill_flops=min(kernel.prefill_flops for kernel in kernels),
             expert_prefill_flops=min(kernel.expert_prefill_flops for kernel in kernels),
             backend=backend,
+            expert_decode_bytes_per_s=min(kernel.expert_decode_bytes_per_s for kernel in kernels),
         )
 
     def _backend(self, type_name: str, place: Place) -> str:
@@ -271,15 +319,19 @@ class CostModel:
         is_repacked = place == "ram" and self.profile.kernel(type_name, "CPU_REPACK") is not None
         return "CPU_REPACK" if is_repacked else "CPU"
 
-    def _decode_speed(self, type_name: str, place: Place) -> float:
+    def _decode_speed(self, tensor: Tensor, place: Place) -> float:
         """Return the weight bytes a second of one token: not more than come from memory."""
         memory = self._memory_speed(place)
-        backend = self._backend(type_name, place)
-        if type_name in FLOATS and self.profile.kernel(type_name, backend) is None:
+        backend = self._backend(tensor.type_name, place)
+        if tensor.type_name in FLOATS and self.profile.kernel(tensor.type_name, backend) is None:
             return memory
-        speed = min(self._kernel(type_name, place).decode_bytes_per_s, memory)
+        kernel = self._kernel(tensor.type_name, place)
+        speed = kernel.decode_bytes_per_s
+        if is_expert(tensor):
+            speed = kernel.expert_decode_bytes_per_s or speed
+        speed = min(speed, memory)
         # Whatever was measured, no weights are streamed only for another kernel's sake.
-        return min(speed, self._decode_speed(type_name, "ram")) if place == "stream" else speed
+        return min(speed, self._decode_speed(tensor, "ram")) if place == "stream" else speed
 
     def _memory_speed(self, place: Place) -> float:
         """Return the bytes a second of the memory at a place; of a GPU's, as far as is known."""
@@ -340,6 +392,11 @@ class _Pool:
         if self.n_records < distinct:
             return distinct
         return min(distinct, (1 - self.hit_rate(self.n_records)) * n_tokens * self.n_choices)
+
+
+def is_expert(tensor: Tensor) -> bool:
+    """Tell whether a matrix is one of each expert of a block."""
+    return len(tensor.shape) > 2
 
 
 def is_matrix(tensor: Tensor, table: TensorTable) -> bool:

@@ -77,6 +77,10 @@ class KernelSpeed(msgspec.Struct, frozen=True):
     """The same of MUL_MAT_ID with 128 experts, 8 of them used, at 512 tokens."""
     backend: str = CPU
     """Whose kernel it is: CPU, CPU_REPACK, or a GPU by its name."""
+    expert_decode_bytes_per_s: float = 0.0
+    """As decode_bytes_per_s, of MUL_MAT_ID with 8 of 128 experts; 0: not known."""
+    load_bytes_per_s: float = 0.0
+    """At which weights come from memory to where they stay, by one thread; 0: not known."""
 
 
 class GpuDevice(msgspec.Struct, frozen=True):
@@ -101,6 +105,8 @@ class Profile(msgspec.Struct, frozen=True):
     kernels: tuple[KernelSpeed, ...]
     gpus: tuple[GpuDevice, ...]
     disks: tuple[DiskProfile, ...]
+    attention_flops: float = 0.0
+    """4*d*n*m per second of the CPU's attention, of n tokens to m with heads of d; 0: not known."""
 
     def kernel(self, type_name: str, backend: str = CPU) -> KernelSpeed | None:
         """Return the speed of a tensor type, or None if it was not measured.

@@ -97,7 +97,10 @@ def _wanted(
 def _merged(key: str, n_threads: int, known: Profile | None, found: Measured) -> Profile:
     if known is None:
         assert found.memory_bytes_per_s is not None and found.gpus is not None
-        known = Profile(key, n_threads, found.memory_bytes_per_s, (), found.gpus, ())
+        assert found.attention_flops is not None
+        known = Profile(
+            key, n_threads, found.memory_bytes_per_s, (), found.gpus, (), found.attention_flops
+        )
     disks = {disk.device: disk for disk in known.disks}
     if found.disk is not None:
         disks[found.disk.device] = found.disk

@@ -68,6 +68,12 @@ class TensorTable:
         return tuple(tuple(pool) for pool in pools.values())
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them."""
+        parts = (part for block in self.experts for part in block.parts)
+        return (*self.trunk, *(item.tensor for item in self.dense), *parts)
+
+    @property
     def trunk_bytes(self) -> int:
         return sum(tensor.n_bytes for tensor in self.trunk)
 

@@ -125,7 +125,7 @@ def trunk_layers(table: TensorTable, cost: CostModel | None, has_gpu: bool) -> L
             seconds[first:] += cost.product_s(tensor, 1.0, "vram") if cost and is_product else 0.0
         if tensor.name == EMBEDDING:  # rows are picked by the CPU; of a tied one the GPU has a copy
             ram[first:] += tensor.n_bytes
-    seconds += table.n_blocks * BLOCK_S if cost else 0.0
+    seconds += table.n_blocks * BLOCK_S + cost.context_s if cost else 0.0
     zeros = np.zeros(n, np.int64)
     return Layers(np.arange(n), ram, vram, zeros, zeros, seconds)
 

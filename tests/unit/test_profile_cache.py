@@ -33,6 +33,7 @@ PROFILE = Profile(
     key="0123456789abcdef",
     n_threads=2,
     memory_bytes_per_s=4e10,
+    attention_flops=3e10,
     kernels=(
         KernelSpeed("Q4_0", 2e10, 1.8e11, 9e10),
         KernelSpeed("Q4_0", 4e10, 2.8e11, 1e11, CPU_REPACK),

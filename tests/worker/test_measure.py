@@ -77,6 +77,27 @@ def test_product_with_experts_is_that_of_the_chosen_ones(graph: ggml.Graph) -> N
     assert found == pytest.approx(np.einsum("nuok,nk->nuo", weights[ids], tokens), abs=1e-3)
 
 
+def test_attention_is_the_average_of_the_values_that_queries_choose(graph: ggml.Graph) -> None:
+    random = np.random.default_rng(1)
+    d, n, m, n_heads, n_kv_heads = 64, 3, 32, 4, 2
+    q, k, v = (
+        random.standard_normal(shape, dtype=np.float32)
+        for shape in ((n_heads, n, d), (n_kv_heads, m, d), (n_kv_heads, m, d))
+    )
+    queries, mask = graph.tensor(ggml.F32, d, n, n_heads), graph.tensor(ggml.F16, m, n)
+    keys, values = (graph.weight(ggml.F16, d, m, n_kv_heads) for _ in range(2))
+    for operand, data in ((queries, q), (keys, k.astype(np.float16)), (values, v.astype("f2"))):
+        operand.write(data)
+    mask.write(np.zeros((n, m), dtype=np.float16))
+    result = graph.attend(queries, keys, values, mask)
+    graph.compute()
+    k, v = (np.repeat(x, n_heads // n_kv_heads, axis=0) for x in (k, v))
+    weights = np.exp(q @ k.transpose(0, 2, 1) / d**0.5)
+    expected = weights / weights.sum(axis=2, keepdims=True) @ v
+    found = result.read().reshape(n, n_heads, d)
+    assert found == pytest.approx(expected.transpose(1, 0, 2), abs=0.02)
+
+
 def test_product_of_every_backend_is_that_of_the_matrices(backend: None) -> None:
     random = np.random.default_rng(1)
     weights = random.standard_normal((96, 256), dtype=np.float32)
