@@ -13,6 +13,7 @@ import msgspec
 
 from headrace.engine.gguf import Header
 from headrace.engine.messages import Forecast, Load, MoreMemory
+from headrace.engine.pace import Answer
 from headrace.engine.pass_time import FLOATS, N_PROMPT, PIECE_BYTES, CostModel, n_prefill
 from headrace.engine.placement import plan_model
 from headrace.engine.plan import WeightsPlan
@@ -84,13 +85,16 @@ def forecast_load(
     return _forecast(cost, plan, correction, larger)
 
 
-def calibrate(forecast: Forecast, measured_tokens_per_s: float) -> float:
-    """Return the correction for the next forecast of a model that decoded at that speed.
+def calibrate(cost: CostModel, plan: WeightsPlan, correction: float, answer: Answer) -> float:
+    """Return the correction for the next forecast of a model that gave that answer by plan.
 
-    It goes most of the way from the forecast's own correction to what would have been right.
+    It goes most of the way from correction, which was there before, to what would have been right
+    for what was really read: a cache that was cold, or a hit curve that is not yet known, is no
+    fault of the machine's speeds.
     """
-    error = measured_tokens_per_s / forecast.decode_tokens_per_s
-    correction = forecast.correction * math.pow(error, _LEARNING)
+    read_bytes = answer.read_bytes_per_token if plan.expert_blocks else None
+    expected = correction / cost.decode(plan, read_bytes).seconds
+    correction *= math.pow(answer.tokens_per_s / expected, _LEARNING)
     return min(max(correction, _LEAST_CORRECTION), _MOST_CORRECTION)
 
 

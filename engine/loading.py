@@ -51,8 +51,8 @@ class LoadedEngine:
     budget_bytes: int
     usage: ExpertUsage | None
     """What was known of the experts before."""
-    profile_key: str
-    """Of the profile that the forecast is made of; "": there is none."""
+    cost: CostModel | None
+    """What the forecast is made of; None: there is none."""
     forecast: Forecast | None
     load_ns: int
 
@@ -84,10 +84,10 @@ class LoadedEngine:
 
     def keep_learnt(self) -> None:
         """Write down what was learnt of experts and speed; when the engine has stopped."""
-        measured = self.engine.pace.tokens_per_s
-        if self.forecast is not None and measured is not None:
-            correction = calibrate(self.forecast, measured)
-            keep_correction(self.header, self.profile_key, self.plan.mode, correction)
+        answer = self.engine.pace.median
+        if self.cost is not None and self.forecast is not None and answer is not None:
+            correction = calibrate(self.cost, self.plan, self.forecast.correction, answer)
+            keep_correction(self.header, self.cost.profile.key, self.plan.mode, correction)
         stream = self.engine.model.stream
         usage = None if stream is None else stream.usage()
         if usage is not None:
@@ -129,11 +129,10 @@ def load_engine(
     if model.stream is not None and plan.expert_blocks and usage is not None:
         model.stream.expect(usage)
     plan_context = partial(placement.plan_model_context, header, load, plan, budget)
-    pace = Pace(expected.decode_tokens_per_s if expected else None)
+    pace = Pace(expected.decode_tokens_per_s if expected else None, bytes_read=_counter(model))
     made = engine.Engine(model, load, plan_context, emit, n_ubatch=plan.n_ubatch, pace=pace)
-    profile_key = measured[0].key if measured else ""
     load_ns = time.perf_counter_ns() - started
-    return LoadedEngine(made, load, header, plan, budget, usage, profile_key, expected, load_ns)
+    return LoadedEngine(made, load, header, plan, budget, usage, cost, expected, load_ns)
 
 
 def budget_bytes(load: Load) -> int:
@@ -161,6 +160,12 @@ def _forecast(
         return None
     correction = read_corrections(header, cost.profile.key).get(plan.mode, 1.0)
     return forecast_load(header, load, plan, budget_bytes, cost, correction=correction)
+
+
+def _counter(model: Model) -> Callable[[], int]:
+    """Return what tells how many bytes of the model's weights were read since it was loaded."""
+    stream = model.stream
+    return (lambda: 0) if stream is None else (lambda: stream.stats().bytes_read)
 
 
 def _load_model(header: Header, plan: WeightsPlan, *, repacks: bool) -> Model:

@@ -1,7 +1,7 @@
 """How fast one sequence alone decodes, for comparison with the forecast.
 
 In: the start of a sequence's answer, its decode steps, and whatever comes between them. Out: the
-median of the last answers' speeds, and one line in the log. Knows no model.
+median of the last answers' speeds, what was read for it, and one line in the log. Knows no model.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
@@ -20,29 +21,43 @@ N_TOKENS = 64
 _N_ANSWERS = 15
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Answer:
+    """What was measured of one answer."""
+
+    tokens_per_s: float
+    read_bytes_per_token: float
+
+
 class Pace:
     """Measures the first N_TOKENS tokens of answers that nothing else interrupts."""
 
     def __init__(
         self, expected_tokens_per_s: float | None = None,
         clock: Callable[[], int] = time.perf_counter_ns,
+        bytes_read: Callable[[], int] = lambda: 0,
     ) -> None:  # fmt: skip
-        """Compare with expected_tokens_per_s in the log; None: there is no forecast."""
+        """Compare with expected_tokens_per_s in the log; None: there is no forecast.
+
+        bytes_read counts what is read of the weights.
+        """
         self._expected = expected_tokens_per_s
         self._clock = clock
-        self._speeds: deque[float] = deque(maxlen=_N_ANSWERS)
+        self._bytes_read = bytes_read
+        self._answers: deque[Answer] = deque(maxlen=_N_ANSWERS)
         self._uid: int | None = None
         self._n_steps = 0
-        self._started_ns = 0
+        self._started_ns = self._bytes_before = 0
 
     @property
-    def tokens_per_s(self) -> float | None:
-        """The median of the last answers; None: none of them was that long and alone."""
-        return statistics.median(self._speeds) if self._speeds else None
+    def median(self) -> Answer | None:
+        """That of the last answers' speeds; None: none of them was that long and alone."""
+        return statistics.median_low(self._answers) if self._answers else None
 
     def start(self, uid: int) -> None:
         """Begin with the first token of an answer, which its prompt's last pass gave."""
-        self._uid, self._n_steps, self._started_ns = uid, 0, self._clock()
+        self._uid, self._n_steps = uid, 0
+        self._started_ns, self._bytes_before = self._clock(), self._bytes_read()
 
     def interrupt(self) -> None:
         """Forget the answer at hand: other work is done between its steps."""
@@ -56,10 +71,11 @@ class Pace:
         if self._n_steps < N_TOKENS - 1:
             return
         speed = self._n_steps * 1e9 / max(self._clock() - self._started_ns, 1)
-        if self._expected is not None and not self._speeds:
+        if self._expected is not None and not self._answers:
             logger.info(
                 "uid %d: %d tokens at %.3g tokens/s, the forecast was %.3g",
                 uid, N_TOKENS, speed, self._expected,
             )  # fmt: skip
-        self._speeds.append(speed)
+        n_bytes = self._bytes_read() - self._bytes_before
+        self._answers.append(Answer(speed, n_bytes / self._n_steps))
         self._uid = None

@@ -16,8 +16,10 @@ from headrace.engine.errors import DoesNotFit, EngineError
 from headrace.engine.forecast import at_disk_speed, calibrate, forecast
 from headrace.engine.gguf import Header, read_model
 from headrace.engine.messages import Forecast
+from headrace.engine.pace import Answer
+from headrace.engine.pass_time import CostModel
 from headrace.engine.plan import WeightsPlan
-from headrace.engine.profile import KernelSpeed, Profile
+from headrace.engine.profile import CPU_REPACK, KernelSpeed, Profile
 from headrace.engine.routing import ExpertUsage
 from headrace.engine.tensors import TensorTable, read_tensors
 
@@ -209,20 +211,56 @@ def test_a_faster_disk_is_never_slower(
 def test_what_was_measured_corrects_the_next_forecasts(models: dict[str, Read]) -> None:
     header, table = models[QWEN3]
     plan, made = predict(header, table, 8 * GIB, GB)
-    measured = made.decode_tokens_per_s / 2
+    cost = CostModel.of(*machine(GB), table, None)
+    measured, correction = made.decode_tokens_per_s / 2, 1.0
     errors = []
     for _ in range(4):
-        made = forecast(*machine(GB), table, plan, correction=calibrate(made, measured))
+        answer = Answer(measured, made.read_bytes_per_token)
+        correction = calibrate(cost, plan, correction, answer)
+        made = forecast(*machine(GB), table, plan, correction=correction)
         errors.append(made.decode_tokens_per_s / measured - 1)
     assert 0 < errors[0] < 0.25  # most of the way at once, and no further
     assert errors == sorted(errors, reverse=True) and errors[-1] < 0.01
 
 
 def test_a_correction_stays_within_bounds(models: dict[str, Read]) -> None:
-    _, made = predict(*models[QWEN3], 8 * GIB, GB)
-    assert calibrate(made, made.decode_tokens_per_s) == pytest.approx(1)
-    assert calibrate(made, 1e-6) == 0.25
-    assert calibrate(made, 1e6) == 4
+    header, table = models[QWEN3]
+    plan, made = predict(header, table, 8 * GIB, GB)
+    cost, n_bytes = CostModel.of(*machine(GB), table, None), made.read_bytes_per_token
+    right = Answer(made.decode_tokens_per_s, n_bytes)
+    assert calibrate(cost, plan, 1, right) == pytest.approx(1, rel=1e-4)
+    assert calibrate(cost, plan, 1, Answer(1e-6, n_bytes)) == 0.25
+    assert calibrate(cost, plan, 1, Answer(1e6, n_bytes)) == 4
+
+
+def test_what_a_cold_cache_costs_is_no_fault_of_the_forecast(models: dict[str, Read]) -> None:
+    header, table = models[QWEN3]
+    plan, made = predict(header, table, 8 * GIB, GB)
+    cost, n_bytes = CostModel.of(*machine(GB), table, None), 3 * made.read_bytes_per_token
+    cold = Answer(1 / cost.decode(plan, n_bytes).seconds, n_bytes)
+    assert cold.tokens_per_s < made.decode_tokens_per_s / 2
+    assert calibrate(cost, plan, 1, cold) == pytest.approx(1)
+    assert calibrate(cost, plan, 0.5, cold) > 0.8
+
+
+def test_repacked_weights_are_used_where_they_stay_and_loaded_slower(
+    models: dict[str, Read],
+) -> None:
+    header, table = models[DENSE]
+    profile = even_profile(10 * GB, 50 * GB)
+    repacked = tuple(
+        KernelSpeed(k.type, 20 * GB, 1e12, 1e12, CPU_REPACK, load_bytes_per_s=GB)
+        for k in profile.kernels
+    )
+    faster = msgspec.structs.replace(profile, kernels=profile.kernels + repacked)
+    for budget_gib, gain in ((80, 2.0), (16, 1.0)):  # resident, and bound by its disk
+        plan, _ = predict(header, table, budget_gib * GIB, GB)
+        before, after = (forecast(p, machine(GB)[1], table, plan) for p in (profile, faster))
+        ratio = after.decode_tokens_per_s / before.decode_tokens_per_s
+        assert ratio == pytest.approx(gain, rel=0.05)
+    plan, _ = predict(header, table, 80 * GIB, GB)
+    before, after = (forecast(p, machine(GB)[1], table, plan) for p in (profile, faster))
+    assert after.load_s - before.load_s == pytest.approx(plan.resident_bytes / GB, rel=0.02)
 
 
 def test_a_load_gets_the_disks_speed_unless_it_has_one(models: dict[str, Read]) -> None:

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from headrace.engine.pace import N_TOKENS, Pace
+from headrace.engine.pace import N_TOKENS, Answer, Pace
 
 S = 10**9
 
@@ -33,13 +33,33 @@ def answer(pace: Pace, clock: Clock, uid: int, step_s: float, n_tokens: int = N_
         pace.step(uid)
 
 
+def speed(pace: Pace) -> float:
+    assert pace.median is not None
+    return pace.median.tokens_per_s
+
+
+def test_what_was_read_is_that_of_the_median_answer(clock: Clock) -> None:
+    n_read = 10**9
+    pace = Pace(clock=clock, bytes_read=lambda: n_read)
+    for uid, (step_s, n_bytes) in enumerate([(0.5, 300), (0.25, 200), (0.125, 100)]):
+        pace.start(uid)
+        for _ in range(N_TOKENS - 1):
+            clock.now_ns += int(step_s * S)
+            n_read += n_bytes
+            pace.step(uid)
+        n_read += 77  # between answers
+    assert pace.median is not None
+    assert pace.median == Answer(pace.median.tokens_per_s, 200)
+    assert speed(pace) == pytest.approx(4)
+
+
 def test_an_answer_is_as_fast_as_its_steps(clock: Clock) -> None:
     pace = Pace(clock=clock)
     clock.now_ns = 17 * S
     answer(pace, clock, 1, 0.25, N_TOKENS - 1)
-    assert pace.tokens_per_s is None  # too short
+    assert pace.median is None  # too short
     answer(pace, clock, 2, 0.25)
-    assert pace.tokens_per_s == pytest.approx(4)
+    assert speed(pace) == pytest.approx(4)
 
 
 def test_what_comes_after_the_first_tokens_does_not_count(clock: Clock) -> None:
@@ -48,7 +68,7 @@ def test_what_comes_after_the_first_tokens_does_not_count(clock: Clock) -> None:
     for _ in range(2 * N_TOKENS):
         clock.now_ns += 9 * S
         pace.step(1)
-    assert pace.tokens_per_s == pytest.approx(4)
+    assert speed(pace) == pytest.approx(4)
 
 
 def test_answers_that_were_interrupted_or_never_begun_do_not_count(clock: Clock) -> None:
@@ -60,7 +80,7 @@ def test_answers_that_were_interrupted_or_never_begun_do_not_count(clock: Clock)
             pace.interrupt()
         pace.step(1)
         pace.step(2)
-    assert pace.tokens_per_s is None
+    assert pace.median is None
 
 
 def test_the_median_of_answers_counts_and_the_first_is_told(
@@ -70,7 +90,7 @@ def test_the_median_of_answers_counts_and_the_first_is_told(
     pace = Pace(5.0, clock)
     for uid, step_s in enumerate((0.25, 20.0, 0.5, 0.125, 0.25)):
         answer(pace, clock, uid, step_s)
-    assert pace.tokens_per_s == pytest.approx(4)
+    assert speed(pace) == pytest.approx(4)
     assert caplog.messages == ["uid 0: 64 tokens at 4 tokens/s, the forecast was 5"]
 
 

@@ -396,6 +396,6 @@ def test_pace_is_that_of_answers_which_run_alone(open_engine: Open) -> None:
     driver.submit(tiny_models.prompt(5), **options)
     driver.submit(tiny_models.prompt(9), **options)
     driver.run()
-    assert driver.engine.pace.tokens_per_s is None
+    assert driver.engine.pace.median is None
     driver.ask(tiny_models.prompt(7), **options)
-    assert driver.engine.pace.tokens_per_s is not None
+    assert driver.engine.pace.median is not None

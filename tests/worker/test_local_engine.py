@@ -114,9 +114,9 @@ def test_forecast_is_corrected_by_what_was_measured(
         assert before is not None and before.correction == 1
         assert 2e9 < engine.loaded.load.disk_bytes_per_s <= 3e9
         answer(engine, 63)
-        assert engine.loaded.engine.pace.tokens_per_s is None
+        assert engine.loaded.engine.pace.median is None
         answer(engine, 64)
-        assert engine.loaded.engine.pace.tokens_per_s is not None
+        assert engine.loaded.engine.pace.median is not None
         assert not corrections_path(engine.loaded.header).exists()  # not while it may answer
         header = engine.loaded.header
     assert len([text for text in caplog.messages if "the forecast was" in text]) == 1
