@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.config.units import format_bytes
+from headrace.server.announcement import describe_speed
 from headrace.server.commands.measuring import Measurement, Spread
 
 
@@ -66,6 +67,8 @@ def show(report: Report, console: Console) -> None:
     console.print(table)
     runs = f"tokens/s with {report.n_threads} threads; median (lowest to highest) of"
     console.print(f"{runs} {report.n_runs} runs", highlight=False)
+    if ours.forecast is not None:
+        console.print(f"forecast: {describe_speed(ours.forecast)}", highlight=False)
     if baseline is not None and theirs is not None:
         limit = baseline.limit_bytes
         memory = f"no memory limit, {baseline.note}" if limit is None else format_bytes(limit)

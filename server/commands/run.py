@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from headrace.engine.messages import SamplingParams
 from headrace.engine.placement import plan_load
 from headrace.engine.plan import describe
 from headrace.server import log
+from headrace.server.announcement import describe_speed
 from headrace.server.commands import answers
 from headrace.server.commands.chat_session import ChatSession
 from headrace.server.commands.interactive import Interactive, line_history
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     finally:
         say("")
     with engine:
-        print(_load_line(model, engine.loaded), file=sys.stderr)
+        print(*_load_lines(model, engine.loaded), sep="\n", file=sys.stderr)
         chat = _Chat(job, model, engine, is_coloured=is_coloured)
         if prompt is not None:
             chat.ask(prompt)
@@ -162,6 +163,8 @@ def _read_prompt() -> str:
         raise InvalidRequest(f"stdin is not UTF-8 text: {error.reason}") from error
 
 
-def _load_line(model: Model, loaded: LoadedEngine) -> str:
+def _load_lines(model: Model, loaded: LoadedEngine) -> Iterator[str]:
     plan = describe(loaded.plan, loaded.budget_bytes)
-    return f"{model.name}: {plan}; loaded in {loaded.load_ns / 1e9:.2f} s"
+    yield f"{model.name}: {plan}; loaded in {loaded.load_ns / 1e9:.2f} s"
+    if loaded.forecast is not None:
+        yield f"forecast: {describe_speed(loaded.forecast)}"

@@ -24,7 +24,7 @@ from typing import Any
 from big_models import DENSE, MOE, build_big
 from reporting import report, smollm2
 
-N_TOKENS = {"smollm2": 64, "dense": 16, "moe": 64}
+N_TOKENS = {"smollm2": 64, "dense": 12, "moe": 64}
 BUDGETS: dict[str, tuple[str, ...]] = {
     "smollm2": ("0",), "moe": ("6GiB", "4GiB", "3GiB"), "dense": ("0", "3GiB", "2.5GiB", "2GiB"),
 }  # fmt: skip
