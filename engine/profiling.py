@@ -55,7 +55,7 @@ def measured_profile(
 ) -> Profile:  # fmt: skip
     """Return a profile that has the kernels of types and the disk that holds path.
 
-    What is not known yet is measured, some two seconds for a type and four for a disk, and kept;
+    What is not known yet is measured, some three seconds for a type and four for a disk, and kept;
     with force all is. n_threads 0 is the default. progress hears what is being measured.
 
     Raises:
