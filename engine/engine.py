@@ -279,7 +279,8 @@ class Engine:
             sequence.move("finish")
             self._fail(sequence.uid, error)
             return False
-        self._events.append(ContextChanged(n_ctx=new.n_ctx, context_bytes=new.n_bytes))
+        n_bytes = new.n_bytes + new.vram_bytes
+        self._events.append(ContextChanged(n_ctx=new.n_ctx, context_bytes=n_bytes))
         return True
 
     def _open_context(self, plan: ContextPlan) -> None:

@@ -125,6 +125,11 @@ def list_backends() -> tuple[Backend, ...]:
     return (*cpus, *gpus)
 
 
+def find_gpu(name: str) -> Backend | None:
+    """Return the GPU of that name; None if this build of ggml or this machine has none."""
+    return next((found for found in list_backends() if found.is_gpu and found.name == name), None)
+
+
 def _extra_buffer_types(device: int) -> Iterator[int]:
     """Yield the memories in which a device keeps weights in another order than files have."""
     registry = _call("ggml_backend_dev_backend_reg", device)

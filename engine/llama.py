@@ -69,6 +69,12 @@ def streaming_functions() -> Functions:
     return version, cpu, name, init, get
 
 
+def cpu_buffer_type() -> int:
+    """Return the address of the buffer type of the CPU's memory."""
+    function = ctypes.CFUNCTYPE(ctypes.c_void_p)(("ggml_backend_cpu_buffer_type", c._lib))
+    return int(function() or 0)
+
+
 def _reason(default: str) -> str:
     """Return llama.cpp's own words for what just failed, most specific first."""
     lines = [line.split(": ", 1)[-1] for line in _recent_errors]
@@ -146,13 +152,17 @@ class Model:
 
     def __init__(
         self, path: Path, *, repacks: bool = True, stream: WeightStream | None = None,
-        overrides: Sequence[tuple[str, int]] = (),
+        overrides: Sequence[tuple[str, int]] = (), gpu: int | None = None, n_gpu_layers: int = 0,
+        lends_weights: bool = False,
     ) -> None:  # fmt: skip
         """Load path wholly into memory's reach (mmap; repacked copies if repacks).
 
         With a stream, which is then the model's, its weights are loaded from and used through it;
         those that it streams are never repacked. overrides are regular expressions of tensor names,
-        each with the address of the buffer type that takes them.
+        each with the address of the buffer type that takes them. gpu is the address of a device of
+        ggml: the output is the first of its layers, then the model's from the last on. For large
+        batches it may take weights from memory, where they are as in the file then, if
+        lends_weights; what is streamed can't be lent.
 
         Raises:
             ModelUnusable: llama.cpp refuses the file; the message gives its reason.
@@ -161,8 +171,15 @@ class Model:
         _recent_errors.clear()
         self.stream = stream
         params.use_extra_bufts = repacks
+        # Whatever is not asked for is on the CPU; by default llama.cpp takes all GPUs there are.
+        devices = (ctypes.c_void_p * 2)(gpu, None)
+        params.devices = ctypes.cast(devices, ctypes.c_void_p)
+        params.n_gpu_layers = n_gpu_layers
+        self.lends_weights = lends_weights
+        params.no_host = not lends_weights
         if stream is not None:
-            overrides = [(pattern, stream.native.buffer_type) for pattern in stream.patterns]
+            streamed = [(pattern, stream.native.buffer_type) for pattern in stream.patterns]
+            overrides = [*streamed, *overrides]
         array = _overrides(overrides)
         params.tensor_buft_overrides = ctypes.cast(array, ctypes.c_void_p)
         if stream is None:
@@ -288,6 +305,7 @@ class Context:
         # A full-size window cache lets sliding-window models rewind like all others.
         params.swa_full = True
         params.no_perf = True
+        params.op_offload = model.lends_weights
         if model.stream is not None:
             native = model.stream.native
             params.cb_eval = c.ggml_backend_sched_eval_callback(native.eval_callback)

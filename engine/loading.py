@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,8 +30,8 @@ from headrace.engine.pass_time import CostModel
 from headrace.engine.plan import WeightsPlan, describe
 from headrace.engine.profile_cache import read_measured
 from headrace.engine.routing import ExpertUsage
-from headrace.engine.tensors import read_tensors
-from headrace.engine.usage import keep_usage, read_usage
+from headrace.engine.tensors import ExpertBlock, name_patterns, read_tensors
+from headrace.engine.usage import keep_usage, narrowed, read_usage, widened
 
 if TYPE_CHECKING:
     from headrace.engine.engine import Engine
@@ -48,6 +48,8 @@ class LoadedEngine:
     load: Load
     header: Header
     plan: WeightsPlan
+    expert_blocks: tuple[ExpertBlock, ...]
+    """All of the model, streamed or not."""
     budget_bytes: int
     usage: ExpertUsage | None
     """What was known of the experts before."""
@@ -70,7 +72,7 @@ class LoadedEngine:
             eos=vocab.text(vocab.eos),
             adds_bos=vocab.adds_bos,
             weights_bytes=model.size_bytes,
-            context_bytes=engine.plan.n_bytes,
+            context_bytes=engine.plan.n_bytes + engine.plan.vram_bytes,
             load_ns=self.load_ns,
             tiers=Tiers(
                 mode=self.plan.mode,
@@ -78,6 +80,7 @@ class LoadedEngine:
                 resident_bytes=self.plan.resident_bytes,
                 stream_bytes=self.plan.stream_bytes,
                 streamed_bytes=sum(tensor.n_bytes for tensor in self.plan.streamed),
+                vram_bytes=self.plan.vram_bytes - self.plan.vram_kv_bytes + engine.plan.vram_bytes,
             ),
             forecast=self.forecast,
         )
@@ -91,7 +94,8 @@ class LoadedEngine:
         stream = self.engine.model.stream
         usage = None if stream is None else stream.usage()
         if usage is not None:
-            keep_usage(self.header, usage, self.usage)
+            every = widened(usage, self.expert_blocks, streamed_blocks(self.plan))
+            keep_usage(self.header, every, self.usage)
 
 
 def load_engine(
@@ -116,23 +120,23 @@ def load_engine(
     measured = read_measured(this_machine(), load.n_threads, header.path)
     usage = read_usage(header, table.experts) if table.experts else None
     cost = None
+    llama.start_backend()
     if measured is not None:
         load = at_disk_speed(load, measured[1])
-        cost = CostModel.of(*measured, table, usage)
-    # Layers on a GPU are planned, but this engine does not load them.
-    load = msgspec.structs.replace(load, vram_bytes=0)
+        cost = _with_gpu_now(CostModel.of(*measured, table, usage))
     plan = placement.plan_model(header, table, load, budget, cost)
     logger.info("%s", describe(plan, budget))
     expected = _forecast(header, load, plan, budget, cost)
-    llama.start_backend()
     model = _load_model(header, plan, repacks=repacks)
     if model.stream is not None and plan.expert_blocks and usage is not None:
-        model.stream.expect(usage)
+        model.stream.expect(narrowed(usage, table.experts, streamed_blocks(plan)))
     plan_context = partial(placement.plan_model_context, header, load, plan, budget)
     pace = Pace(expected.decode_tokens_per_s if expected else None, bytes_read=_counter(model))
     made = engine.Engine(model, load, plan_context, emit, n_ubatch=plan.n_ubatch, pace=pace)
     load_ns = time.perf_counter_ns() - started
-    return LoadedEngine(made, load, header, plan, budget, usage, cost, expected, load_ns)
+    return LoadedEngine(
+        made, load, header, plan, table.experts, budget, usage, cost, expected, load_ns
+    )
 
 
 def budget_bytes(load: Load) -> int:
@@ -145,6 +149,18 @@ def pin(cpus: tuple[int, ...]) -> None:
     """Keep the calling thread, and those that it will start, on cpus; empty means anywhere."""
     if cpus:
         os.sched_setaffinity(0, cpus)
+
+
+def _with_gpu_now(cost: CostModel) -> CostModel:
+    """Return cost with what its GPU has free now; without one if this llama.cpp can't use it."""
+    from headrace.engine import ggml
+
+    gpu = cost.gpu
+    found = None if gpu is None else ggml.find_gpu(gpu.name)
+    if gpu is None or found is None:
+        return replace(cost, gpu=None)
+    free, total = found.memory_bytes()
+    return replace(cost, gpu=msgspec.structs.replace(gpu, free_bytes=free, total_bytes=total))
 
 
 def _forecast(
@@ -162,6 +178,11 @@ def _forecast(
     return forecast_load(header, load, plan, budget_bytes, cost, correction=correction)
 
 
+def streamed_blocks(plan: WeightsPlan) -> frozenset[int]:
+    """Return the numbers of the blocks whose experts are streamed."""
+    return frozenset(block.block for blocks in plan.expert_blocks for block in blocks)
+
+
 def _counter(model: Model) -> Callable[[], int]:
     """Return what tells how many bytes of the model's weights were read since it was loaded."""
     stream = model.stream
@@ -170,9 +191,16 @@ def _counter(model: Model) -> Callable[[], int]:
 
 def _load_model(header: Header, plan: WeightsPlan, *, repacks: bool) -> Model:
     """Load the model as planned, by llama.cpp's own loader or streamed."""
-    from headrace.engine import llama, streaming
+    from headrace.engine import ggml, llama, streaming
 
-    if plan.mode == "full-resident":
-        return llama.Model(header.path, repacks=repacks)
-    stream = streaming.WeightStream(header, plan, llama.streaming_functions())
-    return llama.Model(header.path, repacks=repacks, stream=stream)
+    stream = None
+    if plan.mode != "full-resident":
+        stream = streaming.WeightStream(header, plan, llama.streaming_functions())
+    gpu = ggml.find_gpu(plan.gpu) if plan.gpu else None
+    in_memory = llama.cpu_buffer_type()
+    return llama.Model(
+        header.path, repacks=repacks, stream=stream,
+        overrides=[(pattern, in_memory) for pattern in name_patterns(plan.in_ram)],
+        gpu=None if gpu is None else gpu.device, n_gpu_layers=plan.n_gpu_layers,
+        lends_weights=plan.mode == "full-resident",
+    )  # fmt: skip

@@ -153,6 +153,8 @@ class Tiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Memory of the expert cache or the ring."""
     streamed_bytes: int
     """Weights that are read from the disk when they are needed."""
+    vram_bytes: int = 0
+    """Weights, context and buffers in a GPU's memory."""
 
 
 class Loaded(Message, frozen=True, kw_only=True):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 import resource
 import struct
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from headrace.engine.errors import ModelUnusable, WeightsUnreadable
 from headrace.engine.gguf import Header, Tensor
 from headrace.engine.plan import WeightsPlan
 from headrace.engine.routing import ExpertUsage
+from headrace.engine.tensors import name_patterns
 from headrace.engine.weights import Stream, StreamStats, open_direct
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class WeightStream:
         self._planned_bytes = 0
         self._to_fill: list[int] = []
         self._n_hits = self._n_misses = 0
-        self.patterns = _patterns(plan.streamed)
+        self.patterns = name_patterns(plan.streamed)
         """Regular expressions for the names of the streamed tensors."""
         paths = tuple(os.fsencode(file.path) for file in header.files)
         try:
@@ -244,17 +244,6 @@ def _weights(plan: WeightsPlan) -> Iterator[tuple[bytes, int, int, int, int, int
 
 def _place(tensor: Tensor) -> tuple[bytes, int, int, int]:
     return tensor.name.encode(), tensor.file_index, tensor.offset_bytes, tensor.n_bytes
-
-
-def _patterns(tensors: tuple[Tensor, ...]) -> tuple[str, ...]:
-    """Return one regular expression for each kind of tensor: llama.cpp tries all on each name."""
-    blocks: dict[str, list[str]] = {}
-    for tensor in tensors:
-        _, block, kind = tensor.name.split(".", 2)
-        blocks.setdefault(kind, []).append(block)
-    return tuple(
-        rf"^blk\.({'|'.join(numbers)})\.{re.escape(kind)}$" for kind, numbers in blocks.items()
-    )
 
 
 def _extents(header: Header, plan: WeightsPlan) -> tuple[bytes, tuple[Extent, ...]]:

@@ -7,6 +7,7 @@ in which its graphs use them, and nothing of memory sizes or plans.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from headrace.engine.gguf import Array, Header, Tensor
@@ -14,6 +15,9 @@ from headrace.engine.gguf import Array, Header, Tensor
 # llama-arch.cpp. Shared experts (_shexp) and all biases and scales belong to the trunk.
 _FFN = re.compile(r"blk\.([0-9]+)\.ffn_(gate_up|gate|up|down)(_exps)?\.weight")
 BLOCK = re.compile(r"blk\.([0-9]+)\.")
+_BESIDE_EXPERTS = re.compile(
+    r"blk\.[0-9]+\.(ffn_gate_inp|exp_probs_b|ffn_(gate_up|gate|up|down)_exps)(\.|$)"
+)
 # In the order in which a graph uses them: llama-graph.cpp, build_ffn and build_moe_ffn.
 _ORDER = {"gate_up": 0, "gate": 0, "up": 1, "down": 2}
 
@@ -114,6 +118,25 @@ def read_tensors(header: Header) -> TensorTable:
     n_blocks = len({match[1] for tensor in trunk if (match := BLOCK.match(tensor.name))})
     n_used = _n_used(header) if blocks else 0
     return TensorTable(tuple(trunk), tuple(dense), blocks, n_used, n_blocks)
+
+
+def name_patterns(tensors: Iterable[Tensor]) -> tuple[str, ...]:
+    """Return regular expressions for the names of tensors of blocks.
+
+    One for each kind of tensor: llama.cpp tries all on each name.
+    """
+    blocks: dict[str, list[str]] = {}
+    for tensor in tensors:
+        _, block, kind = tensor.name.split(".", 2)
+        blocks.setdefault(kind, []).append(block)
+    return tuple(
+        rf"^blk\.({'|'.join(numbers)})\.{re.escape(kind)}$" for kind, numbers in blocks.items()
+    )
+
+
+def is_beside_experts(tensor: Tensor) -> bool:
+    """Tell whether a tensor of the trunk is a router's or a bias of routed experts."""
+    return _BESIDE_EXPERTS.match(tensor.name) is not None
 
 
 def _n_used(header: Header) -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -60,11 +62,35 @@ def read_usage(header: Header, blocks: tuple[ExpertBlock, ...]) -> ExpertUsage |
     return ExpertUsage(counts, kept.cached_share, kept.hit_rate)
 
 
+def narrowed(
+    usage: ExpertUsage, blocks: tuple[ExpertBlock, ...], streamed: Collection[int]
+) -> ExpertUsage:
+    """Return the usage of those of blocks whose numbers are in streamed."""
+    places = [i for i, block in enumerate(blocks) if block.block in streamed]
+    return replace(usage, counts=tuple(usage.counts[i] for i in places))
+
+
+def widened(
+    usage: ExpertUsage, blocks: tuple[ExpertBlock, ...], streamed: Collection[int]
+) -> ExpertUsage:
+    """Return the usage of blocks from that of streamed ones; nothing is known of the others."""
+    counts = iter(usage.counts)
+    every = (
+        next(counts) if block.block in streamed else np.zeros(block.n_experts, np.int64)
+        for block in blocks
+    )
+    return replace(usage, counts=tuple(every))
+
+
 def keep_usage(header: Header, usage: ExpertUsage, before: ExpertUsage | None) -> None:
-    """Write usage, with half of what was learnt before: what is asked of a model changes."""
+    """Write usage, with half of what was learnt before: what is asked of a model changes.
+
+    Of blocks that were not used at all everything stays.
+    """
     counts = usage.counts
     if before is not None:
-        counts = tuple(new + old // 2 for new, old in zip(counts, before.counts, strict=True))
+        pairs = zip(counts, before.counts, strict=True)
+        counts = tuple(new + old // 2 if new.any() else old for new, old in pairs)
     kept = _Kept(
         _VERSION, tuple(tuple(map(int, c)) for c in counts), usage.cached_share, usage.hit_rate
     )

@@ -89,13 +89,26 @@ is_reading(const struct callback_layer *layer)
     return false;
 }
 
+/* Return whether ids are those that layer chose: as they were computed, our records in
+ * their place, or a copy in other memory, which is named after both. */
+static bool
+is_choice(const struct callback_layer *layer, const struct ggml_tensor *ids)
+{
+    if (ids == layer->chosen || ids == &layer->ids) {
+        return true;
+    }
+    const char *start = ids == NULL ? NULL : strchr(ids->name, '#');
+    size_t n = strlen(layer->chosen->name);
+    return start != NULL && strncmp(start + 1, layer->chosen->name, n) == 0
+           && start[1 + n] == '#';
+}
+
 static bool
 bind_experts(struct callback *callback, struct ggml_tensor *node,
              struct callback_weight *weight)
 {
     struct callback_layer *layer = weight->layer;
-    bool is_chosen = node->src[2] == layer->chosen || node->src[2] == &layer->ids;
-    if (callback->at_hand != layer || !is_chosen) {
+    if (callback->at_hand != layer || !is_choice(layer, node->src[2])) {
         return skip(callback, node, -ENOTSUP, weight);
     }
     int error = pool_wait(layer->pool, weight->index, &callback->fault.read);

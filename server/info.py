@@ -98,7 +98,7 @@ def _resident(residence: Residence) -> Fields:
         "size": residence.n_bytes,
         "details": _details(residence.model),
         "expires_at": _local(residence.expires_at),
-        "size_vram": 0,
+        "size_vram": 0 if residence.loaded is None else residence.loaded.tiers.vram_bytes,
         "context_length": residence.n_ctx,
     }
     if residence.loaded is not None:
