@@ -24,10 +24,14 @@ from headrace.engine.messages import Limit
 from headrace.engine.plan import WeightsPlan
 from headrace.engine.profile import CPU, DiskProfile, GpuDevice, KernelSpeed, Profile
 from headrace.engine.routing import ExpertUsage, HitCurve, Routing
-from headrace.engine.tensors import ExpertBlock, TensorTable
+from headrace.engine.tensors import BLOCK, ExpertBlock, TensorTable
 
-Place = Literal["vram", "ram", "stream"]
-"""Where the weights of a product are; the last are read first, and multiplied as they lie."""
+Place = Literal["vram", "ram", "lent", "stream"]
+"""Where the weights of a product are.
+
+Those in memory are repacked, but for those that a GPU may take for a batch: they are lent, as they
+are in the file. So are those that are streamed, and read first.
+"""
 
 N_PROMPT = 1000
 # Tokens before the one that a decode pass is of, whose keys and values it reads; 2 bytes each.
@@ -37,6 +41,8 @@ _KV_WEIGHTS = ("attn_k.weight", "attn_v.weight")
 PIECE_BYTES = 1 << 20
 # Linux reads mapped files ahead by 128 KiB, one window while the one before is used.
 _READ_AHEAD_BYTES, _READ_AHEAD_DEPTH = 128 << 10, 2
+# From so many tokens on a GPU takes weights from memory: ggml-cuda.cu, GGML_OP_OFFLOAD_MIN_BATCH.
+_LENT_BATCH = 32
 # What of the reads of missed experts is hidden behind arithmetic. Where the two took about as long,
 # others gained 5 to 17 % by guessing the next layer's experts, 9 to 24 % by computing what is there
 # while the rest is read; the low ends give a quarter. So did a MoE of 24 x 128 experts in 6, 4 and
@@ -135,8 +141,8 @@ class CostModel:
         Else it is what the hit curve says.
         """
         places = _Places.of(plan, self.table)
-        compute_s = self.table.n_blocks * BLOCK_S + places.n_hops * HOP_S + self.context_s
-        compute_s += sum(
+        compute_s = self.table.n_blocks * BLOCK_S + places.n_hops * HOP_S
+        compute_s += self.context_s(plan.n_gpu_layers) + sum(
             self.product_s(tensor, share, places.of_matrix(tensor))
             for tensor, share in self.matrices()
         )
@@ -215,12 +221,16 @@ class CostModel:
             for part in block.parts:
                 yield part, min(self.table.n_used / block.n_experts, 1.0)
 
-    @property
-    def context_s(self) -> float:
-        """Seconds in which a token's pass reads keys and values of those before it."""
-        n_values = sum(t.shape[1] for t in self.table.trunk if t.name.endswith(_KV_WEIGHTS))
-        n_bytes = _N_CONTEXT * _KV_VALUE_BYTES * n_values
-        return n_bytes / self.profile.memory_bytes_per_s
+    def context_s(self, n_gpu_layers: int) -> float:
+        """Return the seconds in which a token's pass reads keys and values of those before it."""
+        first = self.table.n_blocks + 1 - n_gpu_layers if n_gpu_layers else self.table.n_blocks
+        seconds = 0.0
+        for tensor in self.table.trunk:
+            if tensor.name.endswith(_KV_WEIGHTS) and (match := BLOCK.match(tensor.name)):
+                n_bytes = _N_CONTEXT * _KV_VALUE_BYTES * tensor.shape[1]
+                place: Place = "vram" if int(match[1]) >= first else "ram"
+                seconds += n_bytes / self._memory_speed(place)
+        return seconds
 
     def is_measured(self, type_name: str, plan: WeightsPlan) -> bool:
         """Tell whether the kernels of a type were measured wherever plan may use them."""
@@ -264,19 +274,29 @@ class CostModel:
         for tensor in (*self.table.trunk, *(item.tensor for item in self.table.dense)):
             if len(tensor.shape) > 1 and tensor.name not in LOOKED_UP | {OUTPUT}:
                 place = places.of_matrix(tensor)
-                flops = self._kernel(tensor.type_name, place).prefill_flops
-                arithmetic_s = 2 * tensor.n_elements * n_tokens / flops
-                seconds += max(arithmetic_s, self.product_s(tensor, 1.0, place))
+                seconds += self._batch_product_s(tensor, n_tokens, 1.0, place, n_tokens)
         seconds += n_tokens * self._attention_s(places)
         for pool, routing in zip(self.table.pools, self.routings, strict=True):
             touched = routing.n_distinct(n_tokens) / routing.n_experts
             n_products = n_tokens * routing.n_used / pool[0].n_experts
             for part in (part for block in pool for part in block.parts):
                 place = places.of_matrix(part)
-                flops = self._kernel(part.type_name, place).expert_prefill_flops
-                arithmetic_s = 2 * part.n_elements * n_products / flops
-                seconds += max(arithmetic_s, self.product_s(part, touched, place))
+                seconds += self._batch_product_s(part, n_products, touched, place, n_tokens)
         return seconds
+
+    def _batch_product_s(
+        self, tensor: Tensor, n_products: float, touched: float, place: Place, n_tokens: int
+    ) -> float:
+        """Return the seconds of a batch's products with what it touches of tensor."""
+        lent_s = 0.0
+        gpu = None if self.gpu is None else self.profile.kernel(tensor.type_name, self.gpu.name)
+        if place == "lent" and n_tokens >= _LENT_BATCH and gpu and gpu.load_bytes_per_s:
+            lent_s = tensor.n_bytes * touched / gpu.load_bytes_per_s
+            place = "vram"
+        kernel = self._kernel(tensor.type_name, place)
+        flops = kernel.expert_prefill_flops if is_expert(tensor) else kernel.prefill_flops
+        arithmetic_s = 2 * tensor.n_elements * n_products / flops
+        return lent_s + max(arithmetic_s, self.product_s(tensor, touched, place))
 
     def _attention_s(self, places: _Places) -> float:
         """Return the seconds that the CPU takes for a token's attention, to half of a prompt."""
@@ -347,6 +367,8 @@ class _Places:
 
     in_vram: frozenset[str]
     streamed: frozenset[str]
+    others: Place
+    """Of all that is in neither."""
     n_hops: int
 
     @classmethod
@@ -357,12 +379,13 @@ class _Places:
         units += [(block.block, block.parts[0]) for block in table.experts]
         n_hops = sum(block >= first and tensor.name not in in_vram for block, tensor in units)
         streamed = frozenset(tensor.name for tensor in plan.streamed)
-        return cls(in_vram, streamed, n_hops if plan.gpu else 0)
+        lends = plan.gpu and plan.mode == "full-resident"
+        return cls(in_vram, streamed, "lent" if lends else "ram", n_hops if plan.gpu else 0)
 
     def of_matrix(self, tensor: Tensor) -> Place:
         if tensor.name in self.in_vram:
             return "vram"
-        return "stream" if tensor.name in self.streamed else "ram"
+        return "stream" if tensor.name in self.streamed else self.others
 
 
 @dataclass(frozen=True, slots=True)

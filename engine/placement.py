@@ -22,7 +22,7 @@ from headrace.engine.messages import Load, Mode
 from headrace.engine.pass_time import CostModel, Place
 from headrace.engine.plan import N_IO_THREADS, ContextPlan, WeightsPlan, format_mib
 from headrace.engine.remedies import describe_remedies, find_remedies
-from headrace.engine.tensors import ExpertBlock, TensorTable
+from headrace.engine.tensors import ExpertBlock, TensorTable, is_beside_experts
 from headrace.engine.tiers import Choice, Layers, Records, Ring, Tried, UnitClass
 
 if TYPE_CHECKING:
@@ -290,10 +290,14 @@ class _Planner:
         first = self.table.n_blocks + 1 - g
         weights = [item.tensor for item in self.table.dense]
         weights += [part for pool in self.table.pools for block in pool for part in block.parts]
-        trunk_in_vram = [t for t in self.table.trunk if tiers.fewest_layers(t, self.table) <= g]
-        in_vram = (*trunk_in_vram, *(t for t in weights if places[t.name] == "vram"))
         in_ram = [tensor for tensor in weights if places[tensor.name] == "ram"]
         pools, records = self._pools(choice, places)
+        # So experts are chosen where they are: their numbers and guesses need no way back.
+        stays = self._beside(pools)
+        on_gpu = [t for t in self.table.trunk if tiers.fewest_layers(t, self.table) <= g]
+        in_vram = [t for t in on_gpu if t.name not in stays]
+        in_vram += [t for t in weights if places[t.name] == "vram"]
+        kept = [t for t in in_ram if int(t.name.split(".")[1]) >= first] if g else []
         kv_vram_bytes, compute = int(layers.kv_vram_bytes[g]), self.compute_bytes if g else 0
         return WeightsPlan(
             mode=choice.mode,
@@ -309,8 +313,8 @@ class _Planner:
             compute_bytes=self.compute_bytes,
             gpu=self.cost.gpu.name if g and self.cost and self.cost.gpu else "",
             n_gpu_layers=g,
-            in_vram=in_vram,
-            in_ram=tuple(t for t in in_ram if g and int(t.name.split(".")[1]) >= first),
+            in_vram=tuple(in_vram),
+            in_ram=(*kept, *(t for t in on_gpu if t.name in stays)),
             vram_kv_bytes=kv_vram_bytes,
             vram_bytes=sum(t.n_bytes for t in in_vram) + kv_vram_bytes + compute,
             vram_budget_bytes=self.vram_budget_bytes if g else 0,
@@ -335,6 +339,12 @@ class _Planner:
             if n
         ]
         return tuple(blocks for blocks, _ in found), tuple(n for _, n in found)
+
+    def _beside(self, pools: Sequence[Sequence[ExpertBlock]]) -> frozenset[str]:
+        """Return the names of what is beside the streamed experts."""
+        blocks = {block.block for pool in pools for block in pool}
+        beside = (tensor for tensor in self.table.trunk if is_beside_experts(tensor))
+        return frozenset(t.name for t in beside if int(t.name.split(".")[1]) in blocks)
 
     def _n_ubatch(self, pools: Sequence[Sequence[ExpertBlock]], records: Sequence[int]) -> int:
         """Return the tokens of a batch that no pool is too small for."""

@@ -32,7 +32,7 @@ from headrace.engine.pass_time import (
     is_matrix,
     overlapped,
 )
-from headrace.engine.tensors import BLOCK, ExpertBlock, TensorTable
+from headrace.engine.tensors import BLOCK, ExpertBlock, TensorTable, is_beside_experts
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -101,33 +101,41 @@ class Layers:
     kv_ram_bytes: Ints
     kv_vram_bytes: Ints
     seconds: Floats
+    lent_s: Floats
+    """What more it takes where the GPU may take weights from memory."""
 
     def without_gpu(self) -> Layers:
         """Return what there is with no layer on the GPU."""
         return Layers(
             self.n_gpu_layers[:1], self.ram_bytes[:1], self.vram_bytes[:1], self.kv_ram_bytes[:1],
-            self.kv_vram_bytes[:1], self.seconds[:1],
+            self.kv_vram_bytes[:1], self.seconds[:1], self.lent_s[:1],
         )  # fmt: skip
 
 
 def trunk_layers(table: TensorTable, cost: CostModel | None, has_gpu: bool) -> Layers:
     """Return what the trunk takes with so many layers on the GPU, without cells."""
     n = table.n_blocks + 2 if has_gpu else 1
-    ram, vram, seconds = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n)
+    ram, vram = np.zeros(n, np.int64), np.zeros(n, np.int64)
+    seconds, lent_s = np.zeros(n), np.zeros(n)
     for tensor in table.trunk:
         first = fewest_layers(tensor, table)
         is_product = cost is not None and is_matrix(tensor, table)
-        in_ram_s = cost.product_s(tensor, 1.0, "ram") if cost and is_product else 0.0
         ram[:first] += tensor.n_bytes
-        seconds[:first] += in_ram_s
-        if first < n:
-            vram[first:] += tensor.n_bytes
-            seconds[first:] += cost.product_s(tensor, 1.0, "vram") if cost and is_product else 0.0
-        if tensor.name == EMBEDDING:  # rows are picked by the CPU; of a tied one the GPU has a copy
+        vram[first:] += tensor.n_bytes
+        if cost is not None and is_product:
+            in_ram_s = cost.product_s(tensor, 1.0, "ram")
+            seconds[:first] += in_ram_s
+            lent_s[1:first] += cost.product_s(tensor, 1.0, "lent") - in_ram_s
+            if first < n:
+                seconds[first:] += cost.product_s(tensor, 1.0, "vram")
+        # Rows of an embedding are picked by the CPU, and a tied one is the GPU's output, too. What
+        # is beside experts goes with them, wherever that is.
+        if tensor.name == EMBEDDING or is_beside_experts(tensor):
             ram[first:] += tensor.n_bytes
-    seconds += table.n_blocks * BLOCK_S + cost.context_s if cost else 0.0
+    if cost is not None:
+        seconds += table.n_blocks * BLOCK_S + np.array([cost.context_s(g) for g in range(n)])
     zeros = np.zeros(n, np.int64)
-    return Layers(np.arange(n), ram, vram, zeros, zeros, seconds)
+    return Layers(np.arange(n), ram, vram, zeros, zeros, seconds, lent_s)
 
 
 def fewest_layers(tensor: Tensor, table: TensorTable) -> int:
@@ -169,6 +177,8 @@ class Rows:
     """Of trunk and cells."""
     seconds: Floats
     """Of trunk, what is in VRAM, and the ways there."""
+    lent_s: Floats
+    """What more the trunk takes where the GPU may take weights from memory."""
 
 
 def vram_rows(
@@ -205,7 +215,7 @@ def vram_rows(
     if cost is not None:
         seconds = seconds + HOP_S * (on_gpu[g] - in_vram).sum(axis=1)
     ram_bytes = layers.ram_bytes[g] + layers.kv_ram_bytes[g]
-    return Rows(g, in_vram, n_units - in_vram, ram_bytes, seconds)
+    return Rows(g, in_vram, n_units - in_vram, ram_bytes, seconds, layers.lent_s[g])
 
 
 def _grid(
@@ -228,7 +238,9 @@ def _grid(
 def choose_resident(classes: Sequence[UnitClass], rows: Rows, cost: CostModel | None) -> Tried:
     """Return the divisions in which nothing is streamed."""
     ram_bytes = rows.ram_bytes + rows.others @ np.array([c.n_bytes for c in classes], np.int64)
-    seconds = rows.seconds + rows.others @ np.array([c.seconds(cost, "ram") for c in classes])
+    ram_s = rows.others @ np.array([c.seconds(cost, "ram") for c in classes])
+    lent_s = rows.others @ np.array([c.seconds(cost, "lent") for c in classes]) + rows.lent_s
+    seconds = rows.seconds + np.where(rows.layers > 0, lent_s, ram_s)
 
     def choice(i: int) -> Choice:
         return Choice(

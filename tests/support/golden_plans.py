@@ -62,6 +62,8 @@ _KERNELS = (
 _GPUS = {8: (272e9, 25e12), 24: (936e9, 50e12)}
 # One token's products come near that bandwidth; those of experts are many and small.
 _GPU_DECODE, _GPU_EXPERTS = 0.75, 0.5
+# Over PCIe 4.0, from memory that the driver has not pinned.
+_GPU_LOAD = 12e9
 # The share of its best speed that a disk gives, by size in KiB and depth.
 _DISK_SHARES = {
     (128, 1): 0.2, (128, 2): 0.35, (128, 4): 0.6, (128, 8): 0.8,
@@ -86,9 +88,12 @@ def machine(disk_bytes_per_s: float, vram_gib: int = 0) -> tuple[Profile, DiskPr
     if vram_gib:
         memory, flops = _GPUS[vram_gib]
         kernels += tuple(
-            KernelSpeed(k.type, _GPU_DECODE * memory, flops, _GPU_EXPERTS * flops, "GPU0")
+            KernelSpeed(
+                k.type, _GPU_DECODE * memory, flops, _GPU_EXPERTS * flops, "GPU0",
+                load_bytes_per_s=_GPU_LOAD,
+            )
             for k in _KERNELS
-        )
+        )  # fmt: skip
         gpus = (GpuDevice("GPU0", "a GPU", vram_gib * GIB, vram_gib * GIB, memory),)
     return Profile("golden", 8, 60e9, kernels, gpus, (disk,)), disk
 
