@@ -350,8 +350,10 @@ class CostModel:
         if is_expert(tensor):
             speed = kernel.expert_decode_bytes_per_s or speed
         speed = min(speed, memory)
-        # Whatever was measured, no weights are streamed only for another kernel's sake.
-        return min(speed, self._decode_speed(tensor, "ram")) if place == "stream" else speed
+        if place in ("ram", "vram"):
+            return speed
+        # Whatever was measured, no weights are streamed or lent only for another kernel's sake.
+        return min(speed, self._decode_speed(tensor, "ram"))
 
     def _memory_speed(self, place: Place) -> float:
         """Return the bytes a second of the memory at a place; of a GPU's, as far as is known."""

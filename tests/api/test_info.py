@@ -112,7 +112,7 @@ async def test_ps_tells_tiers_and_forecast_under_one_key_of_ours(client: httpx.A
     forecast = ours.pop("forecast")
     assert ours == {
         "mode": "dense-ffn-streaming", "budget_bytes": 9000, "resident_bytes": 4000,
-        "stream_bytes": 500, "streamed_bytes": 1000,
+        "stream_bytes": 500, "streamed_bytes": 1000, "vram_bytes": 0,
     }  # fmt: skip
     assert (forecast["decode_tokens_per_s"], forecast["limit"]) == (2.5, "disk")
     assert forecast["more_memory"][0]["decode_tokens_per_s"] == 7
