@@ -130,6 +130,7 @@ _VRAM = _Kind(
     lambda value: None if value == "" else _parse_memory(value), 'bytes or a size such as "8GiB"'
 )
 _MODE = _choice("auto full-resident expert-streaming dense-ffn-streaming")
+_MEASURE = _choice("once never")
 _LOG_LEVEL = _choice("debug info warning error")
 _PARALLEL = _whole(0, 128)  # llama-cparams.h, LLAMA_MAX_SEQ: 256 sequences, some for idle ones
 _THREADS = _whole(0, 512)  # ggml.h, GGML_MAX_N_THREADS
@@ -202,6 +203,9 @@ class Settings:
         _ORIGINS, "", "browser origins allowed besides the local ones", "OLLAMA_ORIGINS"
     )
     log_level: str = _setting(_LOG_LEVEL, "info", "least severe message that is logged")
+    measure: str = _setting(
+        _MEASURE, "once", "when the machine is measured for plans and forecasts"
+    )
 
 
 _TABLE: dict[str, _Row] = {entry.name: entry.metadata["row"] for entry in fields(Settings)}

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -25,6 +26,7 @@ from headrace.engine.hardware import this_machine
 from headrace.engine.library import Library, read_template
 from headrace.engine.openmp import installed_environment
 from headrace.engine.placement import plan_load
+from headrace.engine.profiling import measured_profile, weight_types
 from headrace.server import app, log
 from headrace.server.models import Models
 
@@ -119,9 +121,35 @@ def _serve(arguments: Sequence[str]) -> int:
     except OSError as error:
         where = f"{loaded.settings.host} port {loaded.settings.port}"
         return _failed(f"can't listen on {where}: {_reason(error)}", CANT_SERVE)
+    if loaded.settings.measure == "once":
+        _measure(library, loaded.settings.threads)
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         failure = runner.run(_run(loaded, library, listener))
     return OK if failure is None else _failed(failure, CANT_SERVE)
+
+
+def _measure(library: Library, n_threads: int) -> None:
+    """Have what is not known yet of the machine measured; clients wait until that is done."""
+    started = time.monotonic()
+    measured: list[str] = []
+
+    def note(what: str) -> None:
+        if not measured:
+            logger.info("measures this machine, once; --measure never goes without")
+        measured.append(what)
+
+    for model in library.models:
+        largest = max(model.header.files, key=lambda file: file.n_bytes)
+        types = weight_types(model.header)
+        try:
+            measured_profile(
+                this_machine(), types, largest.path, n_threads=n_threads, progress=note
+            )
+        except EngineError as error:
+            logger.warning("this machine can't be measured: %s", error)
+    if measured:
+        seconds = time.monotonic() - started
+        logger.info("measured it in %.0f s; `headrace profile` shows it", seconds)
 
 
 async def _run(loaded: Loaded, library: Library, listener: socket.socket) -> EngineError | None:

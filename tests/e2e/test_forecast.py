@@ -67,3 +67,31 @@ def test_forecast_is_told_and_corrected_after_the_model_was_unloaded(
     assert after["correction"] != 1
     ratio = after["decode_tokens_per_s"] / before["decode_tokens_per_s"]
     assert ratio == pytest.approx(after["correction"])
+
+
+def test_machine_is_measured_at_the_first_start_and_not_again(
+    smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for is_first in (True, False):
+        server = Server(smollm2_path, tmp_path / "log", ("--measure", "once"))
+        try:
+            server.wait_ready()
+            assert told(server)["forecast"]["decode_tokens_per_s"] > 0
+            assert (" measures this machine, once" in server.log()) == is_first
+            assert " forecast: " in server.log()
+        finally:
+            server.stop()
+    assert len(list(tmp_path.rglob("profile-*.json"))) == 1
+
+
+def test_machine_is_not_measured_where_that_is_not_wanted(
+    smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    server = Server(smollm2_path, tmp_path / "log", ("--measure", "never"))
+    try:
+        server.wait_ready()
+        assert told(server)["forecast"] is None
+    finally:
+        server.stop()

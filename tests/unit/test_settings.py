@@ -200,11 +200,11 @@ def test_file_holds_every_setting_in_the_types_of_toml(tmp_path: Path) -> None:
         'mode = "auto"\n'
         "threads = 4\nkeep_alive = -1\n"
         'max_queue = 5\nkv_cache_type = "f32"\nchat_template_file = "t"\n'
-        'origins = ["*", "app://x"]\nlog_level = "error"\n'
+        'origins = ["*", "app://x"]\nlog_level = "error"\nmeasure = "never"\n'
     )
     assert load(["--config", str(path)], {}).settings == Settings(
         "::", 1, 2, 3, 3 << 30, 1 << 30, "auto", 4, math.inf, 5, "f32", "t", ("*", "app://x"),
-        "error",
+        "error", "never",
     )  # fmt: skip
 
 
@@ -371,6 +371,7 @@ def test_description_names_value_and_source_of_every_setting() -> None:
         "chat_template_file = none (default)",
         "origins = * (flag)",
         "log_level = info (default)",
+        "measure = once (default)",
     ]
 
 
