@@ -22,7 +22,7 @@ from headrace.engine.corrections import keep_correction, read_corrections
 from headrace.engine.forecast import at_disk_speed, calibrate, forecast_load
 from headrace.engine.gguf import Header, read_model
 from headrace.engine.hardware import this_machine
-from headrace.engine.memory import this_memory
+from headrace.engine.memory import spare_bytes, this_memory
 from headrace.engine.messages import Event, Forecast, Load, Loaded, Tiers
 from headrace.engine.openmp import installed_environment
 from headrace.engine.pace import Pace
@@ -141,8 +141,7 @@ def load_engine(
 
 def budget_bytes(load: Load) -> int:
     """Return the memory that load may take: what it says, else what the machine has to spare."""
-    available = this_memory().available_bytes - placement.HEADROOM_BYTES
-    return load.memory_bytes or available
+    return load.memory_bytes or spare_bytes(this_memory().available_bytes)
 
 
 def pin(cpus: tuple[int, ...]) -> None:

@@ -13,6 +13,13 @@ from pathlib import Path
 from headrace.engine.errors import EngineError
 from headrace.engine.system_files import cgroup_levels, read_keyed, read_number
 
+# Of what is available this share is left to others, within bounds: an interpreter that grows, page
+# cache that can't be had back at once, the rest of the machine. A small machine is a container that
+# runs little else, and the most would be a third of 1.5 GiB.
+_HEADROOM_SHARE = 8
+_LEAST_HEADROOM_BYTES = 192 << 20
+_MOST_HEADROOM_BYTES = 512 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -25,6 +32,8 @@ class Memory:
     """The tightest limit of our cgroup and its ancestors; None: none is below physical_bytes."""
     swap_total_bytes: int
     swap_free_bytes: int
+    missing_bytes: int = 0
+    """What a cgroup uses beyond its limit, as it may for a while after the limit was lowered."""
 
 
 def this_memory() -> Memory:
@@ -35,6 +44,12 @@ def this_memory() -> Memory:
         memory, swap = psutil.virtual_memory(), psutil.swap_memory()
         return Memory(memory.total, memory.available, None, swap.total, swap.free)
     return read_memory(Path("/"))
+
+
+def spare_bytes(available_bytes: int) -> int:
+    """Return how much of available_bytes a model may take."""
+    headroom = max(available_bytes // _HEADROOM_SHARE, _LEAST_HEADROOM_BYTES)
+    return max(available_bytes - min(headroom, _MOST_HEADROOM_BYTES), 0)
 
 
 def read_memory(root: Path) -> Memory:
@@ -66,6 +81,7 @@ def read_memory(root: Path) -> Memory:
         limit_bytes=limit if limit < physical else None,
         swap_total_bytes=swap[0] * 1024,
         swap_free_bytes=swap[1] * 1024,
+        missing_bytes=max(-available, 0),
     )
 
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from headrace.engine.library import Model
 
 DEFAULT_SLOTS = 4
-# Memory left to others: compute buffers, the interpreter, the rest of the machine.
-HEADROOM_BYTES = 512 << 20
 # Of a GPU's: the driver, its libraries, and what shows the desktop.
 VRAM_HEADROOM_BYTES = 512 << 20
 # Tokens of one forward pass; llama.cpp's own default.

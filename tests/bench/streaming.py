@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from big_models import DENSE, MOE, BigShape, build_big
-from cgroup import MIB, Cgroup
+from cgroup import MIB, Cgroup, drop_cache
 from reporting import ROOT, report
 
 from headrace.engine.openmp import openmp_environment
@@ -182,13 +182,6 @@ def direct_mb_per_s(path: Path, n_bytes: int = 2 << 30) -> float:
         started = time.perf_counter()
         n_read = sum(pool.map(read, range(2)))
         return n_read / (time.perf_counter() - started) / 1e6
-
-
-def drop_cache(path: Path) -> None:
-    """Drop the file's page cache; what was written is on the disk then."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @contextlib.contextmanager

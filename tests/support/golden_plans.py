@@ -21,11 +21,11 @@ from headrace.engine.errors import DoesNotFit
 from headrace.engine.forecast import forecast_load
 from headrace.engine.gguf import Header, read_model
 from headrace.engine.hardware import this_machine
+from headrace.engine.memory import spare_bytes
 from headrace.engine.messages import Forecast, Load
 from headrace.engine.pass_time import CostModel
 from headrace.engine.placement import (
     DEFAULT_SLOTS,
-    HEADROOM_BYTES,
     N_BATCH,
     plan_model,
     plan_model_context,
@@ -157,7 +157,7 @@ def rows() -> Iterator[str]:
 def _cells(
     header: Header, table: TensorTable, ram_gib: int, vram_gib: int, disk_gb_per_s: float
 ) -> list[str]:
-    budget_bytes = ram_gib * GIB - OTHERS_BYTES - HEADROOM_BYTES
+    budget_bytes = spare_bytes(ram_gib * GIB - OTHERS_BYTES)
     try:
         plan, expected = predict(header, table, budget_bytes, disk_gb_per_s * 1e9, vram_gib)
     except DoesNotFit as error:

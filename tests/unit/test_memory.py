@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from headrace.engine.errors import EngineError
-from headrace.engine.memory import read_memory, this_memory
+from headrace.engine.memory import read_memory, spare_bytes, this_memory
 
 MIB, GIB = 1024**2, 1024**3
 MEM_AVAILABLE = 16384000 * 1024  # in every tree that has /proc/meminfo
@@ -47,7 +47,9 @@ def test_memory_high_is_a_limit_too(unpack: Unpack) -> None:
 
 def test_cgroup_over_its_limit_leaves_nothing(unpack: Unpack) -> None:
     root = unpack("container_v2", {"sys/fs/cgroup/memory.current": f"{9 * GIB}\n"})
-    assert read_memory(root).available_bytes == 0
+    memory = read_memory(root)
+    assert memory.available_bytes == 0
+    assert memory.missing_bytes == 9 * GIB - 384 * MIB - 3072 * MIB
 
 
 def test_inactive_cache_beyond_the_usage_adds_nothing_to_the_limit(unpack: Unpack) -> None:
@@ -109,3 +111,13 @@ def test_this_machine_has_what_it_says() -> None:
     memory = this_memory()
     assert 0 < memory.available_bytes <= memory.physical_bytes
     assert memory.physical_bytes == psutil.virtual_memory().total
+
+
+def test_little_is_left_to_others_on_a_small_machine_and_512_mib_on_a_large_one() -> None:
+    spare_mib = [spare_bytes(n * MIB) // MIB for n in (100, 192, 1445, 2048, 4096, 65536)]
+    assert spare_mib == [0, 0, 1445 - 192, 2048 - 256, 4096 - 512, 65536 - 512]
+
+
+def test_more_memory_never_leaves_less_for_a_model() -> None:
+    spare = [spare_bytes(n * MIB) for n in range(0, 8192, 7)]
+    assert spare == sorted(spare)
