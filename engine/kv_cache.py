@@ -29,6 +29,7 @@ class Memory(Protocol):
     def copy(self, source: int, target: int, n_tokens: int) -> None: ...
     def holds_window(self, seq_id: int, n_tokens: int) -> bool: ...
     def saves_window(self, n_saved: int, n_tokens: int) -> bool: ...
+    def state_bytes(self, seq_id: int) -> int: ...
     def save(self, seq_id: int, *, whole: bool) -> bytearray: ...
     def restore(self, seq_id: int, state: bytearray, *, whole: bool) -> bool: ...
 
@@ -196,9 +197,18 @@ class KVCache:
     def _takes_over(self, source: _Prefix, n_cached: int) -> bool:
         """Tell whether a prompt replaces the prefix that it begins with.
 
-        A long conversation that shares only its beginning with the prompt is kept beside it.
+        A long conversation that shares only its beginning with the prompt is kept beside it, if
+        there is room.
         """
-        return not source.is_held and 2 * n_cached >= len(source.tokens)
+        if source.is_held:
+            return False
+        is_lost = source.state is None and self._room_beside(source) < 0
+        return is_lost or 2 * n_cached >= len(source.tokens)
+
+    def _room_beside(self, prefix: _Prefix) -> int:
+        """Return the bytes for others that are left once a prefix in cells is parked."""
+        state_bytes = self._memory.state_bytes(self._seq_id(prefix))
+        return self._parking_bytes - prefix.n_bytes - state_bytes
 
     def _spare_id(self, source: _Prefix | None) -> int:
         """Return an id with nothing under it, parking the oldest idle prefix if there is none."""
@@ -217,6 +227,8 @@ class KVCache:
             return self._cut(target, n)
         self._empty(target)
         prefix = self._in_cells[target]
+        if source.state is None and self._seq_id(source) < 0:
+            return False  # there was no room to park it
         if source.state is None and self._can_cut:
             self._memory.copy(self._seq_id(source), target, n)
             prefix.tokens = source.tokens[:n]
@@ -264,18 +276,26 @@ class KVCache:
         return self._can_cut and not self._memory.saves_window(n, n - 1)
 
     def _park(self, seq_id: int) -> None:
-        """Copy an idle prefix out of its cells; the oldest ones go where room is short."""
+        """Copy an idle prefix out of its cells; the oldest ones go where room is short.
+
+        They go before, and a prefix that finds no room is not copied: there is no memory for it.
+        """
         prefix = self._in_cells[seq_id]
-        prefix.state = self._memory.save(seq_id, whole=True)
+        # What a longer prefix begins with is found there.
+        self._parked = [p for p in self._parked if not _begins(p.tokens, prefix.tokens)]
+        room_bytes = self._room_beside(prefix)
+        while 0 <= room_bytes < self.n_parked_bytes and self._has_older(prefix):
+            del self._parked[0]
+        if self.n_parked_bytes <= room_bytes:
+            prefix.state = self._memory.save(seq_id, whole=True)
+            self._parked.append(prefix)
+            self._parked.sort(key=lambda p: p.used_at)
         prefix.is_settled = False
         self._in_cells[seq_id] = _Prefix()
         self._memory.remove(seq_id)
-        # What a longer prefix begins with is found there.
-        self._parked = [p for p in self._parked if not _begins(p.tokens, prefix.tokens)]
-        self._parked.append(prefix)
-        self._parked.sort(key=lambda p: p.used_at)
-        while self._parked and self.n_parked_bytes > self._parking_bytes:
-            del self._parked[0]
+
+    def _has_older(self, prefix: _Prefix) -> bool:
+        return bool(self._parked) and self._parked[0].used_at < prefix.used_at
 
     def _empty(self, seq_id: int) -> None:
         """Forget what lies under seq_id; what comes there next is settled if it is alone."""

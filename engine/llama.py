@@ -363,10 +363,15 @@ class Context:
         n_swa = self._model.n_swa
         return n_swa <= 0 or n_saved <= n_swa or n_tokens >= n_saved
 
+    def state_bytes(self, seq_id: int, *, whole: bool = True) -> int:
+        """Return the bytes of what save would."""
+        flags = c.LLAMA_STATE_SEQ_FLAGS_NONE if whole else c.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+        return int(c.llama_state_seq_get_size_ext(self._ctx, seq_id, flags))
+
     def save(self, seq_id: int, *, whole: bool) -> bytearray:
         """Return the state of a sequence: whole, or only what can't be cut (recurrent layers)."""
         flags = c.LLAMA_STATE_SEQ_FLAGS_NONE if whole else c.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
-        n_bytes = c.llama_state_seq_get_size_ext(self._ctx, seq_id, flags)
+        n_bytes = self.state_bytes(seq_id, whole=whole)
         state = bytearray(n_bytes)
         buffer = (ctypes.c_uint8 * n_bytes).from_buffer(state)
         n_written = c.llama_state_seq_get_data_ext(self._ctx, buffer, n_bytes, seq_id, flags)

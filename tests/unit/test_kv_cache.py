@@ -60,6 +60,9 @@ class Cells:
     def saves_window(self, n_saved: int, n_tokens: int) -> bool:
         return True
 
+    def state_bytes(self, seq_id: int) -> int:
+        return len(json.dumps(self.tokens(seq_id)))
+
     def save(self, seq_id: int, *, whole: bool) -> bytearray:
         assert whole, "cells need no snapshots"
         return bytearray(json.dumps(self.tokens(seq_id)).encode())
@@ -312,6 +315,45 @@ def test_the_least_recently_used_prefix_makes_room() -> None:
         run(cache, memory, talk)
     assert run(cache, memory, [2, 2, 2]) == 0
     assert run(cache, memory, [1, 1, 1]) == 2
+
+
+class Watched(Cells):
+    """A memory that knows what is parked when it copies more."""
+
+    cache: KVCache
+    most_bytes = 0
+
+    def save(self, seq_id: int, *, whole: bool) -> bytearray:
+        state = super().save(seq_id, whole=whole)
+        self.most_bytes = max(self.most_bytes, self.cache.n_parked_bytes + len(state))
+        return state
+
+
+def test_room_is_made_before_a_prefix_is_copied_into_it() -> None:
+    memory = Watched(1)
+    room_bytes = 2 * len(json.dumps([1, 1, 1])) + 5
+    memory.cache = cache = KVCache(memory, 1, can_cut=True, parking_bytes=room_bytes)
+    for talk in ([1, 1, 1], [2, 2, 2], [3, 3, 3], [4, 4, 4]):
+        run(cache, memory, talk)
+    assert 0 < memory.most_bytes <= room_bytes
+
+
+def test_a_prefix_larger_than_all_room_is_not_copied_and_costs_no_other() -> None:
+    memory = Watched(1)
+    room_bytes = len(json.dumps([1] * 10))
+    memory.cache = cache = KVCache(memory, 1, can_cut=True, parking_bytes=room_bytes)
+    for talk in ([1] * 5, [2] * 20, [3]):
+        run(cache, memory, talk)
+    assert memory.most_bytes <= room_bytes
+    assert run(cache, memory, [1] * 5) == 4
+
+
+def test_a_beginning_is_shared_even_if_there_is_no_room_for_the_rest_of_it() -> None:
+    memory = Cells(1)
+    cache = KVCache(memory, 1, can_cut=True, parking_bytes=0)
+    run(cache, memory, [1] * 10)
+    assert run(cache, memory, [1, 1, 1, 2]) == 3
+    assert cache.idle_lengths == [4]
 
 
 def test_a_parked_prefix_that_finds_no_room_in_the_cells_is_evaluated_anew() -> None:
