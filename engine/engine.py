@@ -84,9 +84,7 @@ class Engine:
         self._prefill_tokens_per_s = 0.0
         self._batch = Batch(max(load.n_batch, load.n_slots + 1))
         self._open_context(plan_context(load.n_ctx))
-        stream = model.stream
-        has_cache = stream is not None and stream.least_share < 1
-        self._watch = Watch(stream, Gauge()) if stream is not None and has_cache else None
+        self._watch = Watch(model.stream, Gauge())
 
     # ---- any thread ----
 
@@ -127,8 +125,7 @@ class Engine:
 
     def step(self) -> None:
         """Admit what fits, evaluate one pass of decode tokens and one chunk of a prompt."""
-        if self._watch is not None:
-            self._watch.check()
+        self._watch.check(self._cache)
         self._admit()
         plan = plan_step(
             self._running, self._load.n_batch, self._prefill_tokens_per_s,
@@ -151,8 +148,7 @@ class Engine:
         for sequence in [*self._running, *self._waiting]:
             if sequence.sampler is not None:
                 sequence.sampler.close()
-        if self._watch is not None:
-            self._watch.close()
+        self._watch.close()
         self._context.close()
         self._batch.close()
         self.model.close()
@@ -160,7 +156,9 @@ class Engine:
     def _receive(self) -> None:
         """Take in all that was submitted; wait for something when there is nothing to do."""
         is_idle = not self._running and not self._waiting and not self._uses_idle_time()
-        patience_s = PERIOD_S if self._watch is not None else None
+        # What is kept for later is given up while there is nothing to do, too.
+        keeps = self.model.stream is not None or self._cache.n_parked_bytes > 0
+        patience_s = PERIOD_S if keeps else None
         while True:
             try:
                 item = self._inbox.get(is_idle, patience_s)

@@ -1,7 +1,9 @@
-"""Keeps the expert cache of a streamed model as large as there is memory for, within its plan.
+"""Keeps what a model can do without as large as there is memory for, within its plan.
 
-In: readings of memory pressure, one a second between steps. Out: the share of the planned cache to
-use, and a cache of that size. Shrinks at once and grows slowly. Knows no experts.
+In: readings of memory pressure, one a second between steps. Out: whether idle prefixes are parked,
+the share of the planned cache of experts to use, and both made so. While memory is short prefixes
+go first: what they cost is one prompt's time, not every step's. Shrinks at once and grows slowly.
+Knows no experts and no tokens.
 """
 
 from __future__ import annotations
@@ -30,11 +32,13 @@ _RESERVE_BYTES = 256 << 20
 
 
 class Governor:
-    """Decides from reading to reading; a share of 1 is the cache as planned."""
+    """Decides from reading to reading; a share of 1 is the cache as planned, 0 bytes are none."""
 
     def __init__(self, planned_bytes: int, least_share: float) -> None:
         """Begin with the whole cache; less than least_share is of no use."""
         self.share = 1.0
+        self.parks = True
+        """Whether memory may be used for idle prefixes."""
         self.is_pressed = False
         """Whether the last reading told of pressure."""
         self._planned_bytes = planned_bytes
@@ -44,30 +48,43 @@ class Governor:
         self._grown_s = float("-inf")
         self._calm_s = _CALM_S
 
-    def update(self, reading: Reading) -> float:
-        """Return the share of the planned cache to use after reading."""
+    def update(self, reading: Reading, parked_bytes: int = 0) -> float:
+        """Return the share of the planned cache to use after reading.
+
+        parked_bytes are what giving up the parked prefixes would free.
+        """
         last, self._last = self._last, reading
         if last is None:
             return self.share
         missing_bytes = max(0, -reading.free_bytes)
         self.is_pressed = missing_bytes > 0 or _is_short(last, reading)
         if self.is_pressed:
-            if reading.at_s - self._grown_s < self._calm_s:
-                self._calm_s = min(2 * self._calm_s, _MOST_CALM_S)
-            self._pressed_s = reading.at_s
-            step = max(_STEP, missing_bytes / self._planned_bytes)
-            self.share = max(self.share - step, self._least_share)
-        elif self.share < 1 and self._may_grow(reading):
-            self._grown_s = reading.at_s
-            self.share = min(self.share + _STEP, 1.0)
-        elif self.share == 1 and reading.at_s - self._grown_s > _MOST_CALM_S:
+            self._shrink(reading.at_s, missing_bytes, parked_bytes if self.parks else 0)
+        elif self.share < 1:
+            if self._may_grow(reading, _STEP * self._planned_bytes):
+                self._grown_s = reading.at_s
+                self.share = min(self.share + _STEP, 1.0)
+        elif not self.parks:
+            if self._may_grow(reading, 0):
+                self._grown_s = reading.at_s
+                self.parks = True
+        elif reading.at_s - self._grown_s > _MOST_CALM_S:
             self._calm_s = _CALM_S
         return self.share
 
-    def _may_grow(self, reading: Reading) -> bool:
+    def _shrink(self, at_s: float, missing_bytes: int, parked_bytes: int) -> None:
+        if at_s - self._grown_s < self._calm_s:
+            self._calm_s = min(2 * self._calm_s, _MOST_CALM_S)
+        self._pressed_s = at_s
+        self.parks = False
+        if parked_bytes > missing_bytes or self._planned_bytes == 0:
+            return  # the next reading tells whether that was enough
+        step = max(_STEP, (missing_bytes - parked_bytes) / self._planned_bytes)
+        self.share = max(self.share - step, self._least_share)
+
+    def _may_grow(self, reading: Reading, n_bytes: float) -> bool:
         calm_since_s = max(self._pressed_s, self._grown_s)
-        step_bytes = _STEP * self._planned_bytes
-        has_room = reading.free_bytes > step_bytes + _RESERVE_BYTES
+        has_room = reading.free_bytes > n_bytes + _RESERVE_BYTES
         return has_room and reading.at_s - calm_since_s >= self._calm_s
 
 
@@ -90,36 +107,75 @@ class Cache(Protocol):
     def resize(self, share: float) -> None: ...
 
 
-class Watch:
-    """Watches over the memory of one cache; owns the gauge. Of the engine's thread."""
+class Prefixes(Protocol):
+    """What is given up first: a KVCache's prefixes that are parked."""
 
-    def __init__(self, cache: Cache, gauge: Gauge) -> None:
+    @property
+    def n_parked_bytes(self) -> int: ...
+    def allow_parking(self, is_allowed: bool) -> None: ...
+
+
+class Watch:
+    """Watches over the memory of one model; owns the gauge. Of the engine's thread."""
+
+    def __init__(self, cache: Cache | None, gauge: Gauge) -> None:
+        """Watch over cache, of which there may be none, and the prefixes that check is given."""
         self._cache = cache
         self._gauge = gauge
-        self._governor = Governor(cache.planned_bytes, cache.least_share)
-        self._share = self._said = 1.0
+        planned_bytes, least_share = 0, 1.0
+        if cache is not None and cache.least_share < 1:
+            planned_bytes, least_share = cache.planned_bytes, cache.least_share
+        self._governor = Governor(planned_bytes, least_share)
+        self._share = 1.0
+        self._parked_bytes = 0
+        """Of prefixes that were given up and not told of yet."""
+        self._said = self._state = (1.0, True)
         self._next_s = self._changed_s = 0.0
 
-    def check(self) -> None:
-        """Resize the cache if it is time to look and memory asks for it; between steps."""
+    def check(self, prefixes: Prefixes) -> None:
+        """Look if it is time to, and give up or take what memory asks for; between steps."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
         self._next_s = now_s + PERIOD_S
-        share = self._governor.update(self._gauge.read())
+        parked_bytes = prefixes.n_parked_bytes
+        share = self._governor.update(self._gauge.read(), parked_bytes)
+        if not self._governor.parks:
+            self._parked_bytes += parked_bytes
+        prefixes.allow_parking(self._governor.parks)
         if share != self._share:
-            self._changed_s = now_s
-            try:
-                self._cache.resize(share)
-            except MemoryError as error:
-                logger.debug("%s", error)
-                share = self._governor.share = self._share
-            self._share = share
-        if self._share != self._said and now_s - self._changed_s > _QUIET_S:
-            what = "memory is short" if self._share < self._said else "memory is free again"
-            size = self._share * self._cache.planned_bytes / 2**20
-            logger.warning("%s: %.0f MiB of experts are cached now", what, size)
-            self._said = self._share
+            self._resize(share)
+        state = self._share, self._governor.parks
+        if state != self._state:
+            self._state, self._changed_s = state, now_s
+        if self._state != self._said and now_s - self._changed_s > _QUIET_S:
+            self._say()
 
     def close(self) -> None:
         self._gauge.close()
+
+    def _resize(self, share: float) -> None:
+        assert self._cache is not None  # without one the share is always 1
+        try:
+            self._cache.resize(share)
+            self._share = share
+        except MemoryError as error:
+            logger.debug("%s", error)
+            self._governor.share = self._share
+
+    def _say(self) -> None:
+        """Tell how far it went, in one line."""
+        is_shorter = self._state < self._said
+        parts = []
+        if self._state[0] != self._said[0] and self._cache is not None:
+            size = self._share * self._cache.planned_bytes / 2**20
+            parts.append(f"{size:.0f} MiB of experts are cached now")
+        if self._state[1] != self._said[1]:
+            what = "no longer kept" if is_shorter else "kept again"
+            parts.append(f"prompts outside the context are {what}")
+        if is_shorter and self._parked_bytes:
+            parts[-1] += f", {self._parked_bytes / 2**20:.0f} MiB were"
+        logger.warning(
+            "memory is %s: %s", "short" if is_shorter else "free again", ", ".join(parts)
+        )
+        self._said, self._parked_bytes = self._state, 0

@@ -69,7 +69,7 @@ class KVCache:
         self._in_cells = [_Prefix() for _ in range(n_seqs)]
         self._parked: list[_Prefix] = []
         self._can_cut = can_cut
-        self._parking_bytes = parking_bytes
+        self._parking_bytes = self._planned_bytes = parking_bytes
         self._clock = 0
 
     def acquire(self, prompt: Seq[int]) -> tuple[int, int]:
@@ -156,6 +156,12 @@ class KVCache:
         if idle:
             self._park(idle[0])
         return bool(idle)
+
+    def allow_parking(self, is_allowed: bool) -> None:
+        """Let idle prefixes be parked as planned, or forget those that are and park no others."""
+        self._parking_bytes = self._planned_bytes if is_allowed else 0
+        if not is_allowed:
+            self._parked.clear()
 
     @property
     def n_held(self) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.engine.memory import read_memory
+from headrace.engine.memory import read_memory, this_memory
 from headrace.engine.system_files import cgroup_levels, read_text
 
 
@@ -30,6 +30,7 @@ class Reading:
     n_alarms: int
     """Times that the kernel could hardly find memory to take in our cgroup."""
     free_bytes: int
+    """Negative: so much more is in use than a limit allows."""
 
 
 class Gauge:
@@ -46,12 +47,13 @@ class Gauge:
         for alarm in self._alarms:
             with contextlib.suppress(BlockingIOError):
                 self._n_alarms += os.eventfd_read(alarm)
+        memory = read_memory(self._root) if sys.platform == "linux" else this_memory()
         return Reading(
             at_s=time.monotonic(),
             stall_s=self._stall_s(),
             n_major_faults=resource.getrusage(resource.RUSAGE_SELF).ru_majflt,
             n_alarms=self._n_alarms,
-            free_bytes=read_memory(self._root).available_bytes,
+            free_bytes=memory.available_bytes - memory.missing_bytes,
         )
 
     def close(self) -> None:

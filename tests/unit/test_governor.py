@@ -56,6 +56,34 @@ def test_a_limit_below_what_is_in_use_shrinks_by_all_that_is_missing() -> None:
     assert governor.update(after(CALM, 1, free_bytes=-2 * GIB)) == 0.5
 
 
+def test_parked_prefixes_go_before_the_cache_and_come_back_after_it() -> None:
+    governor = Governor(4 * GIB, 0.1)
+    governor.update(CALM)
+    reading = after(CALM, 1, n_alarms=1)
+    assert (governor.update(reading, GIB), governor.parks) == (1, False)
+    reading = after(reading, 1, n_alarms=2)
+    assert governor.update(reading) == 0.875
+    reading = settled(governor, reading, 10)
+    assert (governor.share, governor.parks) == (1, False)
+    settled(governor, reading, 10)
+    assert (governor.share, governor.parks) == (1, True)
+
+
+def test_what_parked_prefixes_free_is_not_taken_from_the_cache() -> None:
+    governor = Governor(4 * GIB, 0.1)
+    governor.update(CALM)
+    assert governor.update(after(CALM, 1, free_bytes=-3 * GIB), GIB) == 0.5
+    assert not governor.parks
+
+
+def test_without_a_cache_only_prefixes_are_given_up() -> None:
+    governor = Governor(0, 1)
+    governor.update(CALM)
+    for i in range(1, 4):
+        assert governor.update(after(CALM, i, n_alarms=i, free_bytes=-GIB)) == 1
+        assert not governor.parks
+
+
 def test_cache_grows_again_in_steps_once_it_was_calm_and_there_is_room() -> None:
     governor = Governor(4 * GIB, 0.1)
     governor.update(CALM)

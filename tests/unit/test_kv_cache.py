@@ -187,6 +187,11 @@ class CacheOnCells(RuleBasedStateMachine):
         assert self.memory.holds_window(seq_id, n)
         self.held[seq_id] = tokens[:n]
 
+    @rule(is_allowed=st.booleans())
+    def allow_parking(self, is_allowed: bool) -> None:
+        self.cache.allow_parking(is_allowed)
+        assert is_allowed or self.cache.n_parked_bytes == 0
+
     @precondition(lambda self: len(self.held) == 1)
     @rule()
     def settle(self) -> None:
@@ -453,3 +458,15 @@ def test_snapshots_of_a_long_prompt_are_few_and_spread_over_it() -> None:
         n = n_cached - 1
     assert len(kept) == MAX_SNAPSHOTS - 1  # the state's own end is the last of them
     assert max(a - b for a, b in zip(kept, [*kept[1:], 0], strict=True)) <= 2048
+
+
+def test_while_memory_is_short_idle_prefixes_are_forgotten_and_nothing_is_saved() -> None:
+    memory = Cells(2)
+    cache = KVCache(memory, 2, can_cut=True)
+    for prompt in ([1, 2, 3, 4, 5], [6, 7, 8]):
+        run(cache, memory, prompt)
+    assert cache.n_parked_bytes > 0 and cache.idle_lengths == [3, 5]
+    cache.allow_parking(False)
+    assert cache.n_parked_bytes == 0 and cache.idle_lengths == [3]
+    cache.release(cache.acquire([9])[0])
+    assert cache.idle_lengths == []
