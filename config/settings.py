@@ -135,6 +135,7 @@ _LOG_LEVEL = _choice("debug info warning error")
 _PARALLEL = _whole(0, 128)  # llama-cparams.h, LLAMA_MAX_SEQ: 256 sequences, some for idle ones
 _THREADS = _whole(0, 512)  # ggml.h, GGML_MAX_N_THREADS
 _COUNT = _whole(1, 2**31 - 1)
+_CONTEXT = _whole(0, 2**31 - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,10 @@ class Settings:
     port: int = _setting(
         _PORT, "8080", "where the server listens, 0 for a free port", "OLLAMA_HOST", _LISTEN_PORT
     )
-    context: int = _setting(_COUNT, "4096", "context of a slot in tokens", "OLLAMA_CONTEXT_LENGTH")
+    context: int = _setting(
+        _CONTEXT, "0", "context of a slot in tokens, 0 for 4096 or what of it fits",
+        "OLLAMA_CONTEXT_LENGTH",
+    )  # fmt: skip
     parallel: int = _setting(
         _PARALLEL, "0", "requests that one model answers at once, 0 for 4", "OLLAMA_NUM_PARALLEL"
     )

@@ -133,6 +133,12 @@ def load_engine(
     plan_context = partial(placement.plan_model_context, header, load, plan, budget)
     pace = Pace(expected.decode_tokens_per_s if expected else None, bytes_read=_counter(model))
     made = engine.Engine(model, load, plan_context, emit, n_ubatch=plan.n_ubatch, pace=pace)
+    n_wanted = min(load.n_ctx, header.context_length or load.n_ctx)
+    if made.n_ctx < n_wanted:
+        logger.warning(
+            "the context is %d tokens instead of %d, more does not fit; --context sets another",
+            made.n_ctx, n_wanted,
+        )  # fmt: skip
     load_ns = time.perf_counter_ns() - started
     return LoadedEngine(
         made, load, header, plan, table.experts, budget, usage, cost, expected, load_ns

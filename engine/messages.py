@@ -62,6 +62,8 @@ class Load(Message, frozen=True, kw_only=True):
     """CPUs that compute threads are pinned to; empty: not pinned."""
     io_cpus: tuple[int, ...] = ()
     """CPUs for tokenisation and I/O; empty: anywhere."""
+    least_ctx: int = 0
+    """What n_ctx may be where memory is short; 0: it may not be less."""
     kv_type: str = "f16"
     log_level: str = "info"
     memory_bytes: int = 0

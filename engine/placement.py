@@ -7,11 +7,13 @@ is used.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
+import msgspec
 import numpy as np
 
 from headrace.engine import tiers
@@ -31,10 +33,15 @@ if TYPE_CHECKING:
     from headrace.engine.library import Model
 
 DEFAULT_SLOTS = 4
+DEFAULT_CTX = 4096
+# Where that does not fit, so much will do: a page of a prompt and an answer.
+_LEAST_CTX = 1536
 # Of a GPU's: the driver, its libraries, and what shows the desktop.
 VRAM_HEADROOM_BYTES = 512 << 20
 # Tokens of one forward pass; llama.cpp's own default.
 N_BATCH = 512
+# Where memory is short: a quarter of the activations, for four times the reads of a prompt.
+_SMALL_BATCH = 128
 
 # Of a ring: a tensor in use, and one being read.
 _MIN_RING_SLOTS = 2
@@ -82,7 +89,8 @@ def plan_model(
     A context for one sequence is set aside. Where weights have to be streamed all slots have one,
     if that is an eighth of the memory beyond the smallest plan at most: memory for cells that are
     seldom used is memory that weights don't have in every step. With layers on a GPU it is one
-    sequence's, and what is left over.
+    sequence's, and what is left over. If nothing fits, but would with a context of at least
+    load's least_ctx, the plan has the longest such context, and if need be smaller batches.
 
     Raises:
         DoesNotFit: not even the smallest plan fits the budget; the message says what would help.
@@ -91,6 +99,9 @@ def plan_model(
     try:
         return _plan_model(header, table, load, budget_bytes, cost)
     except DoesNotFit as error:
+        smaller = _plan_smaller(header, table, load, budget_bytes, cost)
+        if smaller is not None:
+            return smaller
         remedies = find_remedies(
             load, header.context_length, budget_bytes,
             lambda other: _least_bytes(header, table, other, cost),
@@ -99,6 +110,25 @@ def plan_model(
             f"{error}{describe_remedies(remedies, budget_bytes)}", error.needed_bytes,
             budget_bytes, tuple(r.flags for r in remedies if r.needed_bytes <= budget_bytes),
         ) from None  # fmt: skip
+
+
+def _plan_smaller(
+    header: Header, table: TensorTable, load: Load, budget_bytes: int, cost: CostModel | None
+) -> WeightsPlan | None:
+    """Return a plan with the longest context of those that are shorter than load asks for."""
+    n_ctx = min(load.n_ctx, header.context_length or load.n_ctx)
+    shorter = range(load.least_ctx, n_ctx + 1, 256) if load.least_ctx else ()
+    others = [
+        msgspec.structs.replace(load, n_ctx=n, n_batch=n_batch)
+        for n_batch in (load.n_batch, min(_SMALL_BATCH, load.n_batch))
+        for n in reversed(shorter)
+    ]
+    if not others or _least_bytes(header, table, others[-1], cost) > budget_bytes:
+        return None
+    for other in others:
+        with contextlib.suppress(DoesNotFit):
+            return _plan_model(header, table, other, budget_bytes, cost)
+    return None
 
 
 def _least_bytes(header: Header, table: TensorTable, load: Load, cost: CostModel | None) -> int:
@@ -383,7 +413,8 @@ def plan_load(model: Model, settings: Settings, topology: Topology) -> Load:
     return Load(
         path=str(model.path),
         name=str(model.name),
-        n_ctx=settings.context,
+        n_ctx=settings.context or DEFAULT_CTX,
+        least_ctx=0 if settings.context else _LEAST_CTX,
         n_slots=settings.parallel or DEFAULT_SLOTS,
         n_batch=N_BATCH,
         n_threads=n_threads,

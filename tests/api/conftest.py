@@ -199,7 +199,7 @@ def plan_load(model: Model, settings: Settings) -> Load:
     return Load(
         path=str(model.path),
         name=str(model.name),
-        n_ctx=settings.context,
+        n_ctx=settings.context or 4096,
         n_slots=settings.parallel or 1,
         n_batch=512,
         n_threads=1,

@@ -18,7 +18,7 @@ from headrace.engine.context_plan import MIN_CTX, kv_bytes_per_cell, plan_contex
 from headrace.engine.gguf import Array, Header, SourceFile
 from headrace.engine.hardware import CoreKind, Cpu, Topology
 from headrace.engine.library import Details, Model, Name
-from headrace.engine.placement import DEFAULT_SLOTS, plan_load
+from headrace.engine.placement import DEFAULT_CTX, DEFAULT_SLOTS, plan_load
 from headrace.engine.plan import ContextPlan
 
 PATH = Path("/models/a.gguf")
@@ -128,12 +128,13 @@ def test_a_model_is_loaded_as_the_settings_say() -> None:
     settings = Settings(context=1234, parallel=3, threads=5, kv_cache_type="q8_0")
     load = plan_load(model(), settings, topology(FAST, FAST))
     assert (load.path, load.n_ctx, load.n_slots, load.kv_type) == (str(PATH), 1234, 3, "q8_0")
-    assert (load.n_threads, load.n_threads_batch) == (5, 5)
+    assert (load.n_threads, load.n_threads_batch, load.least_ctx) == (5, 5, 0)
 
 
 def test_what_the_settings_leave_open_follows_the_machine() -> None:
     load = plan_load(model(), Settings(), topology(FAST, FAST, FAST))
     assert (load.n_slots, load.n_threads) == (DEFAULT_SLOTS, 3)
+    assert (load.n_ctx, load.least_ctx) == (DEFAULT_CTX, 1536)
 
 
 @pytest.mark.parametrize(

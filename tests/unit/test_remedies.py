@@ -8,10 +8,11 @@ import header_only
 import msgspec
 import pytest
 
+from headrace.engine.context_plan import kv_bytes_per_cell
 from headrace.engine.errors import DoesNotFit
 from headrace.engine.gguf import read_model
 from headrace.engine.messages import Load
-from headrace.engine.placement import plan_model
+from headrace.engine.placement import plan_model, plan_model_context
 from headrace.engine.remedies import find_remedies
 from headrace.engine.tensors import read_tensors
 
@@ -68,3 +69,32 @@ def test_the_error_names_bytes_and_the_flags_that_help(tmp_path: Path) -> None:
     assert "--parallel 1" in close.value.helpful_flags
     fewer = msgspec.structs.replace(wide, n_slots=1)
     assert plan_model(header, table, fewer, needed - 1).n_bytes < needed
+
+
+def test_a_context_that_nobody_asked_for_is_the_longest_that_fits(tmp_path: Path) -> None:
+    header = read_model(header_only.build(header_only.LLAMA_70B, tmp_path))
+    table, asked_for = read_tensors(header), asked(n_slots=1)
+    load = msgspec.structs.replace(asked_for, least_ctx=1536)
+    with pytest.raises(DoesNotFit) as refused:
+        plan_model(header, table, asked_for, 1 << 20)
+    needed_bytes = refused.value.needed_bytes
+    cell_bytes = kv_bytes_per_cell(header, "f16")
+    for n_missing, n_ctx in ((0, 4096), (1, 3840), (256, 3840), (257, 3584), (2560, 1536)):
+        budget_bytes = needed_bytes - n_missing * cell_bytes
+        plan = plan_model(header, table, load, budget_bytes)
+        assert plan.kv_bytes == n_ctx * cell_bytes
+        assert plan.n_ubatch == 512
+        assert plan_model_context(header, load, plan, budget_bytes, 4096).n_ctx >= n_ctx
+    with pytest.raises(DoesNotFit):
+        plan_model(header, table, asked_for, needed_bytes - 1)
+
+
+def test_batches_are_smaller_where_the_shortest_context_is_not_enough(tmp_path: Path) -> None:
+    header = read_model(header_only.build(header_only.LLAMA_70B, tmp_path))
+    table, short = read_tensors(header), asked(n_ctx=1536, n_slots=1)
+    with pytest.raises(DoesNotFit) as refused:
+        plan_model(header, table, short, 1 << 20)
+    budget_bytes = refused.value.needed_bytes - 1
+    plan = plan_model(header, table, asked(n_slots=1, least_ctx=1536), budget_bytes)
+    assert plan.n_ubatch == 128
+    assert plan.n_bytes <= budget_bytes

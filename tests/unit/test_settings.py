@@ -37,7 +37,7 @@ def test_without_any_source_every_setting_has_its_default() -> None:
     assert loaded.settings == Settings(
         host="127.0.0.1",
         port=8080,
-        context=4096,
+        context=0,
         parallel=0,
         threads=0,
         keep_alive=300.0,
@@ -256,7 +256,7 @@ def test_absent_default_file_is_no_error(environ: dict[str, str]) -> None:
         (["--host", ""], "flag: host is ''", "a host name or an IP address"),
         (["--host", "h:80"], "flag: host is 'h:80'", "a host name or an IP address"),
         (["--host", "http://h"], "flag: host is 'http://h'", "a host name or an IP address"),
-        (["--context", "0"], "flag: context is '0'", "a whole number from 1 to 2147483647"),
+        (["--context=-1"], "flag: context is '-1'", "a whole number from 0 to 2147483647"),
         (["--parallel", "129"], "flag: parallel is '129'", "a whole number from 0 to 128"),
         (["--threads", "513"], "flag: threads is '513'", "a whole number from 0 to 512"),
         (["--keep-alive", "abc"], "flag: keep_alive is 'abc'", "a duration such as"),
@@ -359,7 +359,7 @@ def test_description_names_value_and_source_of_every_setting() -> None:
     assert describe(loaded).splitlines() == [
         "host = h (environment OLLAMA_HOST)",
         "port = 11434 (environment OLLAMA_HOST)",
-        "context = 4096 (default)",
+        "context = 0 (default)",
         "parallel = 0 (default)",
         "memory = 0 (default)",
         "vram = none (default)",
