@@ -158,11 +158,12 @@ class Model:
         """Load path wholly into memory's reach (mmap; repacked copies if repacks).
 
         With a stream, which is then the model's, its weights are loaded from and used through it;
-        those that it streams are never repacked. overrides are regular expressions of tensor names,
-        each with the address of the buffer type that takes them. gpu is the address of a device of
-        ggml: the output is the first of its layers, then the model's from the last on. For large
-        batches it may take weights from memory, where they are as in the file then, if
-        lends_weights; what is streamed can't be lent.
+        those that it streams are never repacked. One that streams nothing is closed once all is
+        loaded. overrides are regular expressions of tensor names, each with the address of the
+        buffer type that takes them. gpu is the address of a device of ggml: the output is the first
+        of its layers, then the model's from the last on. For large batches it may take weights from
+        memory, where they are as in the file then, if lends_weights; what is streamed can't be
+        lent.
 
         Raises:
             ModelUnusable: llama.cpp refuses the file; the message gives its reason.
@@ -193,6 +194,9 @@ class Model:
                 raise ModelUnusable(error or f"{path}: {_reason('llama.cpp refuses the file')}")
             if stream is not None:
                 stream.start()
+            if stream is not None and not stream.patterns:
+                stream.close()
+                self.stream = None
         except ModelUnusable:
             self.close()
             raise

@@ -195,11 +195,11 @@ def _counter(model: Model) -> Callable[[], int]:
 
 
 def _load_model(header: Header, plan: WeightsPlan, *, repacks: bool) -> Model:
-    """Load the model as planned, by llama.cpp's own loader or streamed."""
+    """Load the model as planned, by llama.cpp's own loader or through a stream."""
     from headrace.engine import ggml, llama, streaming
 
     stream = None
-    if plan.mode != "full-resident":
+    if plan.mode != "full-resident" or _is_tight(header, plan):
         stream = streaming.WeightStream(header, plan, llama.streaming_functions())
     gpu = ggml.find_gpu(plan.gpu) if plan.gpu else None
     in_memory = llama.cpu_buffer_type()
@@ -209,3 +209,15 @@ def _load_model(header: Header, plan: WeightsPlan, *, repacks: bool) -> Model:
         gpu=None if gpu is None else gpu.device, n_gpu_layers=plan.n_gpu_layers,
         lends_weights=plan.mode == "full-resident",
     )  # fmt: skip
+
+
+def _is_tight(header: Header, plan: WeightsPlan) -> bool:
+    """Tell whether what stays in memory as a whole leaves no room for its file in the page cache.
+
+    With room the next load finds it there. Without, the file's pages would be in the way of weights
+    that are repacked, and those that are not would be read again whenever memory is short.
+    """
+    if plan.gpu:
+        return False  # of what goes to a GPU no pages stay
+    file_bytes = sum(file.n_bytes for file in header.files)
+    return plan.n_bytes + file_bytes > this_memory().available_bytes

@@ -1,4 +1,4 @@
-"""A server in a cgroup whose limit is lowered while it answers."""
+"""A server in a cgroup: whose limit is lowered while it answers, or that is hardly large enough."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 from big_models import MOE, build_big
+from cgroup import drop_cache
 from serving import Server, serve, stream, text_of
 
-from headrace.engine.system_files import cgroup_levels
+from headrace.engine.system_files import cgroup_levels, read_keyed
 from headrace.server.commands.memory_limit import memory_limit
 
 pytestmark = pytest.mark.e2e
@@ -52,16 +53,18 @@ def lower(group: Path, seconds: float = 30) -> None:
 
 
 @contextlib.contextmanager
-def limited_server(path: Path, log: Path) -> Iterator[tuple[Server, Path]]:
+def limited_server(
+    path: Path, log: Path, limit_mib: int = LIMIT_MIB, budget_mib: int = BUDGET_MIB
+) -> Iterator[tuple[Server, Path]]:
     try:
         limit = contextlib.ExitStack()
-        group = limit.enter_context(memory_limit(LIMIT_MIB * MIB))
+        group = limit.enter_context(memory_limit(limit_mib * MIB))
     except OSError:
         pytest.skip("no memory cgroup can be made here")
     with limit:
         launcher = ("sh", "-c", 'echo $$ > "$0"; exec "$@"', str(group / "cgroup.procs"))
         enter_and_serve = (*launcher, *psutil.Process().cmdline()[:1], "-m", "headrace.server")
-        flags = ("--memory", f"{BUDGET_MIB}MiB", "--context", "512", "--parallel", "1")
+        flags = ("--memory", f"{budget_mib}MiB", "--context", "512", "--parallel", "1")
         with serve(path, log, *flags, launcher=enter_and_serve) as server:
             yield server, group
 
@@ -84,3 +87,24 @@ def test_a_limit_that_is_lowered_while_text_is_generated_changes_no_text(
         assert text_of(again) == text_of(undisturbed)
         assert [engine.pid for engine in server.engines()] == engines
         assert server.log().count("memory is short") == 1
+
+
+def limit_hits(group: Path) -> int:
+    """Return how often a cgroup had to give pages up before it got others."""
+    is_v2, _ = cgroup_levels(Path("/"), "memory")
+    if not is_v2:
+        return int((group / "memory.failcnt").read_text())
+    return read_keyed(group / "memory.events", "max") or 0
+
+
+def test_a_model_that_only_just_fits_is_loaded_without_a_hit_of_the_limit(
+    moe_path: Path, tmp_path: Path
+) -> None:
+    file_mib = moe_path.stat().st_size // MIB
+    drop_cache(moe_path)  # pages that we have written would count for us
+    with limited_server(moe_path, tmp_path / "log", file_mib + 400, file_mib + 200) as both:
+        server, group = both
+        answer = stream(server.url, "/api/generate", {**ASK, "model": server.names()[0]})
+        assert answer[-1].data["done_reason"] == "length"
+        assert "full-resident" in server.log()
+        assert limit_hits(group) == 0

@@ -57,6 +57,22 @@ def test_logits_equal_the_resident_models_bit_for_bit(
     assert np.array_equal(logits, resident(name, n_ubatch))
 
 
+@pytest.mark.parametrize("name", ["dense", "mixtral", "k_dense"])
+def test_what_stays_in_memory_as_a_whole_is_loaded_directly_too(
+    name: str, built: Built, resident: Callable[..., streamed.Logits]
+) -> None:
+    header = gguf.read_model(built(name))
+    made = placement.plan_weights(
+        header, read_tensors(header), mode="full-resident", budget_bytes=1 << 40, kv_bytes=0,
+        n_batch=streamed.N_BATCH, n_slots=4,
+    )  # fmt: skip
+    model = streamed.load(built(name), made, Case(1))
+    assert model.stream is None  # nothing is left of it
+    logits = streamed.run(model, made.n_ubatch)
+    model.close()
+    assert np.array_equal(logits, resident(name, made.n_ubatch))
+
+
 @pytest.mark.parametrize(
     ("name", "share"), [("dense", 0.6), ("mixed_dense", 0.6), ("mixtral", 0.3), ("k_dense", 0.6)]
 )
