@@ -29,6 +29,7 @@ from headrace.engine.messages import (
     Load,
     Loaded,
     LoadFailed,
+    Status,
     Token,
     decode_events,
     encode,
@@ -120,6 +121,7 @@ class EngineClient:
         """Tokens of each sequence's context; follows the engine's changes."""
         self.context_bytes = 0
         self.loaded: Loaded
+        self.status = Status()
 
     @classmethod
     async def start(cls, load: Load) -> EngineClient:
@@ -203,6 +205,8 @@ class EngineClient:
                 self._ready.set_exception(ModelUnusable(event.message))
         elif isinstance(event, ContextChanged):
             self.n_ctx, self.context_bytes = event.n_ctx, event.context_bytes
+        elif isinstance(event, Status):
+            self.status = event
         else:
             ends = isinstance(event, Done | Failed | Counted)
             stream = self._streams.pop(event.uid, None) if ends else self._streams.get(event.uid)

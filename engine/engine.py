@@ -32,6 +32,7 @@ from headrace.engine.messages import (
     Failed,
     Generate,
     Load,
+    Status,
     Token,
 )
 from headrace.engine.pace import Pace
@@ -79,6 +80,7 @@ class Engine:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._events: list[Event] = []
+        self._status = Status()
         self._is_stopping = False
         self._is_crowded = False
         self._prefill_tokens_per_s = 0.0
@@ -135,6 +137,7 @@ class Engine:
             self._decode(list(plan.decode))
         if plan.prefill is not None and plan.prefill.state is State.PREFILL:
             self._prefill(plan.prefill, plan.n_prefill)
+        self._tell()
         self._flush()
         if not self._running and not self._waiting:
             self.check()
@@ -157,7 +160,7 @@ class Engine:
         """Take in all that was submitted; wait for something when there is nothing to do."""
         is_idle = not self._running and not self._waiting and not self._uses_idle_time()
         # What is kept for later is given up while there is nothing to do, too.
-        keeps = self.model.stream is not None or self._cache.n_parked_bytes > 0
+        keeps = self._watch.cache_share is not None or self._cache.n_parked_bytes > 0
         patience_s = PERIOD_S if keeps else None
         while True:
             try:
@@ -176,6 +179,17 @@ class Engine:
     def _uses_idle_time(self) -> bool:
         """Do a little of what is useful but not needed; False if there is nothing."""
         return self.model.stream is not None and self.model.stream.fill()
+
+    def _tell(self) -> None:
+        """Say how the engine is doing, if it has changed."""
+        answer = self.pace.median
+        status = Status(
+            measured_tokens_per_s=None if answer is None else answer.tokens_per_s,
+            cache_share=self._watch.cache_share, parked_bytes=self._cache.n_parked_bytes,
+        )  # fmt: skip
+        if status != self._status:
+            self._status = status
+            self._events.append(status)
 
     def _flush(self) -> None:
         if self._events:

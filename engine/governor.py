@@ -120,11 +120,11 @@ class Watch:
 
     def __init__(self, cache: Cache | None, gauge: Gauge) -> None:
         """Watch over cache, of which there may be none, and the prefixes that check is given."""
-        self._cache = cache
+        self._cache = cache if cache is not None and cache.least_share < 1 else None
         self._gauge = gauge
         planned_bytes, least_share = 0, 1.0
-        if cache is not None and cache.least_share < 1:
-            planned_bytes, least_share = cache.planned_bytes, cache.least_share
+        if self._cache is not None:
+            planned_bytes, least_share = self._cache.planned_bytes, self._cache.least_share
         self._governor = Governor(planned_bytes, least_share)
         self._share = 1.0
         self._parked_bytes = 0
@@ -151,6 +151,11 @@ class Watch:
         if self._state != self._said and now_s - self._changed_s > _QUIET_S:
             self._say()
 
+    @property
+    def cache_share(self) -> float | None:
+        """The part of the planned cache that is used; None: there is none that could shrink."""
+        return None if self._cache is None else self._share
+
     def close(self) -> None:
         self._gauge.close()
 
@@ -175,6 +180,8 @@ class Watch:
             parts.append(f"prompts outside the context are {what}")
         if is_shorter and self._parked_bytes:
             parts[-1] += f", {self._parked_bytes / 2**20:.0f} MiB were"
+        if is_shorter and self._cache is None:
+            parts.append("nothing else can be given up while the model is loaded")
         logger.warning(
             "memory is %s: %s", "short" if is_shorter else "free again", ", ".join(parts)
         )

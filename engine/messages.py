@@ -192,6 +192,17 @@ class ContextChanged(Message, frozen=True, kw_only=True):
     context_bytes: int
 
 
+class Status(Message, frozen=True, kw_only=True):
+    """How the engine is doing; sent when that has changed."""
+
+    measured_tokens_per_s: float | None = None
+    """Of decoding alone, the median of the last answers; None: none was alone for 64 tokens."""
+    cache_share: float | None = None
+    """The part of the planned expert cache that there is memory for; None: there is no cache."""
+    parked_bytes: int = 0
+    """Of prefixes that are kept outside the context."""
+
+
 class Accepted(Message, frozen=True, kw_only=True):
     """The prompt is tokenised and fits; the request waits for its slot."""
 
@@ -291,7 +302,7 @@ class MeasureFailed(Message, frozen=True):
 
 
 Command = Load | Generate | Count | Cancel
-Event = Loaded | LoadFailed | ContextChanged | Accepted | Token | Done | Failed | Counted
+Event = Loaded | LoadFailed | ContextChanged | Status | Accepted | Token | Done | Failed | Counted
 
 Finding = Measuring | Measured | MeasureFailed
 

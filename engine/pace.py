@@ -45,14 +45,11 @@ class Pace:
         self._clock = clock
         self._bytes_read = bytes_read
         self._answers: deque[Answer] = deque(maxlen=_N_ANSWERS)
+        self.median: Answer | None = None
+        """That of the last answers' speeds; None: none of them was that long and alone."""
         self._uid: int | None = None
         self._n_steps = 0
         self._started_ns = self._bytes_before = 0
-
-    @property
-    def median(self) -> Answer | None:
-        """That of the last answers' speeds; None: none of them was that long and alone."""
-        return statistics.median_low(self._answers) if self._answers else None
 
     def start(self, uid: int) -> None:
         """Begin with the first token of an answer, which its prompt's last pass gave."""
@@ -78,4 +75,5 @@ class Pace:
             )  # fmt: skip
         n_bytes = self._bytes_read() - self._bytes_before
         self._answers.append(Answer(speed, n_bytes / self._n_steps))
+        self.median = statistics.median_low(self._answers)
         self._uid = None

@@ -101,11 +101,12 @@ def _resident(residence: Residence) -> Fields:
         "size_vram": 0 if residence.loaded is None else residence.loaded.tiers.vram_bytes,
         "context_length": residence.n_ctx,
     }
-    if residence.loaded is not None:
+    if residence.loaded is not None and residence.status is not None:
         # What Ollama does not tell is under one name of ours.
         forecast = msgspec.to_builtins(residence.loaded.forecast)
         tiers = msgspec.to_builtins(residence.loaded.tiers)
-        fields["headrace"] = {**tiers, "forecast": forecast}
+        status = msgspec.structs.asdict(residence.status)
+        fields["headrace"] = {**tiers, **status, "forecast": forecast}
     return fields
 
 

@@ -20,7 +20,7 @@ from headrace.engine.chat import ChatTemplate
 from headrace.engine.client import EngineClient
 from headrace.engine.errors import ModelNotFound, Overloaded
 from headrace.engine.library import Library, Model
-from headrace.engine.messages import Load, Loaded
+from headrace.engine.messages import Load, Loaded, Status
 from headrace.server.errors import BUSY, ShuttingDown
 
 PlanLoad = Callable[[Model, Settings], Load]
@@ -49,6 +49,7 @@ class Residence:
     expires_at: datetime
     loaded: Loaded | None = None
     """None: it is being loaded."""
+    status: Status | None = None
 
 
 class _Entry:
@@ -272,4 +273,4 @@ def _residence(entry: _Entry) -> Residence:
         return Residence(entry.model, entry.model.size_bytes, 0, now + keep)
     engine = entry.loaded.engine
     n_bytes = engine.loaded.weights_bytes + engine.context_bytes
-    return Residence(entry.model, n_bytes, engine.n_ctx, now + keep, engine.loaded)
+    return Residence(entry.model, n_bytes, engine.n_ctx, now + keep, engine.loaded, engine.status)

@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from headrace.engine.messages import Status
+
 pytestmark = pytest.mark.anyio
 
 
@@ -102,8 +104,13 @@ async def test_ps_is_empty_at_first_and_lists_a_loaded_model(client: httpx.Async
     assert "context_length" not in model["details"]
 
 
-async def test_ps_tells_tiers_and_forecast_under_one_key_of_ours(client: httpx.AsyncClient) -> None:
+async def test_ps_tells_tiers_forecast_and_what_is_measured_under_one_key_of_ours(
+    client: httpx.AsyncClient, engines: Any
+) -> None:
     await post(client, "/api/generate", model="m", prompt="x")
+    engines.started[-1].dispatch(
+        Status(measured_tokens_per_s=2.25, cache_share=0.5, parked_bytes=300)
+    )
     [model] = (await client.get("/api/ps")).json()["models"]
     ours = model.pop("headrace")
     assert set(model) == {
@@ -113,6 +120,7 @@ async def test_ps_tells_tiers_and_forecast_under_one_key_of_ours(client: httpx.A
     assert ours == {
         "mode": "dense-ffn-streaming", "budget_bytes": 9000, "resident_bytes": 4000,
         "stream_bytes": 500, "streamed_bytes": 1000, "vram_bytes": 0,
+        "measured_tokens_per_s": 2.25, "cache_share": 0.5, "parked_bytes": 300,
     }  # fmt: skip
     assert (forecast["decode_tokens_per_s"], forecast["limit"]) == (2.5, "disk")
     assert forecast["more_memory"][0]["decode_tokens_per_s"] == 7

@@ -36,6 +36,7 @@ from headrace.engine.messages import (
     Loaded,
     SamplingParams,
     Segment,
+    Status,
     Token,
     decode_events,
     encode,
@@ -124,6 +125,20 @@ def test_events_of_a_request_come_in_order(smollm2_path: Path) -> None:
             assert last.timings.n_generated == 20
             assert stream.next_nowait() is None
             assert client.n_open == 0
+
+    run(test())
+
+
+def test_how_the_engine_is_doing_is_known_when_an_answer_ends(smollm2_path: Path) -> None:
+    async def test() -> None:
+        async with running(smollm2_path) as client:
+            await text_of(generate(client, "The sea is wide", n_predict=10))
+            assert client.status == Status()
+            await text_of(generate(client, "Once upon a time", n_predict=70, ignores_end=True))
+            status = client.status
+            assert status.measured_tokens_per_s is not None and status.measured_tokens_per_s > 0
+            assert status.parked_bytes > 0  # the first prompt and its answer
+            assert status.cache_share is None  # all weights are resident
 
     run(test())
 
