@@ -3,6 +3,9 @@
 #include "pages.h"
 
 #include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -10,6 +13,10 @@
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  /* Linux 5.14 */
 #endif
+
+/* Threads that touch memory, each at least so much of it. */
+#define MAX_TOUCHERS 8u
+#define LEAST_TOUCH_BYTES ((size_t)64 * 1024 * 1024)
 
 static size_t
 round_up(size_t n)
@@ -43,22 +50,77 @@ pages_reserve(struct pages *pages, size_t size)
     return 0;
 }
 
-/* Have memory behind size bytes at data now. Returns 0 or -errno. */
+struct touching {
+    unsigned char *data;
+    size_t size;
+    int error;  /* 0 or -errno */
+    pthread_t thread;
+    bool has_thread;
+};
+
+static void *
+touch_part(void *argument)
+{
+    struct touching *part = argument;
+    int error;
+    do {
+        error = madvise(part->data, part->size, MADV_POPULATE_WRITE) < 0 ? errno : 0;
+    } while (error == EINTR || error == EAGAIN);
+    part->error = -error;
+    if (error == EINVAL) {
+        size_t page_bytes = (size_t)sysconf(_SC_PAGESIZE);
+        for (size_t i = 0; i < part->size; i += page_bytes) {
+            ((volatile unsigned char *)part->data)[i] = 0;
+        }
+        part->error = 0;
+    }
+    return NULL;
+}
+
+static unsigned
+count_touchers(size_t size)
+{
+    long n_cpus = sysconf(_SC_NPROCESSORS_ONLN);
+    size_t n = size / LEAST_TOUCH_BYTES;
+    n = n_cpus > 0 && n > (size_t)n_cpus ? (size_t)n_cpus : n;
+    return n > MAX_TOUCHERS ? MAX_TOUCHERS : n == 0 ? 1u : (unsigned)n;
+}
+
+/* Have memory behind size bytes at data now. The kernel clears pages in the thread that
+ * touches them, at about what one core writes, so several do. Returns 0 or -errno. */
 static int
 touch(unsigned char *data, size_t size)
 {
-    int error;
-    do {
-        error = madvise(data, size, MADV_POPULATE_WRITE) < 0 ? errno : 0;
-    } while (error == EINTR || error == EAGAIN);
-    if (error != EINVAL) {
-        return -error;
+    struct touching parts[MAX_TOUCHERS];
+    unsigned n = count_touchers(size);
+    size_t part_bytes = round_up((size + n - 1) / n);
+    /* A thread inherits the mask: signals stay with the threads that wait for them. */
+    sigset_t all, before;
+    (void)sigfillset(&all);
+    (void)pthread_sigmask(SIG_SETMASK, &all, &before);
+    for (unsigned i = 0; i < n; i++) {
+        size_t start = i * part_bytes < size ? i * part_bytes : size;
+        size_t left = size - start;
+        struct touching *part = &parts[i];
+        *part = (struct touching){.data = data + start};
+        part->size = left < part_bytes ? left : part_bytes;
+        part->has_thread =
+            i + 1 < n && pthread_create(&part->thread, NULL, touch_part, part) == 0;
     }
-    long page_bytes = sysconf(_SC_PAGESIZE);
-    for (size_t i = 0; i < size; i += (size_t)page_bytes) {
-        ((volatile unsigned char *)data)[i] = 0;
+    (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
+    int error = 0;
+    for (unsigned i = 0; i < n; i++) {
+        if (!parts[i].has_thread) {
+            (void)touch_part(&parts[i]);
+        }
     }
-    return 0;
+    for (unsigned i = 0; i < n; i++) {
+        if (parts[i].has_thread) {
+            (void)pthread_join(parts[i].thread, NULL);
+        }
+        error = error == 0 ? parts[i].error : error;
+    }
+    return error;
 }
 
 int

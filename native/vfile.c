@@ -129,6 +129,10 @@ fill_window(struct vfile *vfile, const struct vfile_extent *extent, uint64_t pos
     }
     struct window *window = &vfile->windows[vfile->at_hand];
     struct window *other = &vfile->windows[1 - vfile->at_hand];
+    /* stdio comes with every page of it: what was checked once is good. */
+    if (holds(window, position) && !window->is_reading && position != extent->start) {
+        return window;
+    }
     if (!holds(window, position) && holds(other, position)) {
         struct window *swap = window;
         window = other;
@@ -140,6 +144,9 @@ fill_window(struct vfile *vfile, const struct vfile_extent *extent, uint64_t pos
         start_window(vfile, window, extent, position);
     }
     read_ahead(vfile, other, window);
+    if (!window->is_reading) {
+        return window;
+    }
     finish_window(vfile, window);
     if (span_check(&window->span, vfile->source, &vfile->fault) != 0) {
         window->len = 0;
