@@ -1,7 +1,7 @@
 """How far forecasts of a model were off, kept from one run to the next in the user's cache folder.
 
 In: a model's header, the key of the machine's profile, a mode. Out: what forecasts of that model in
-that mode are multiplied by. Written when a model is unloaded, never while it answers. Does not know
+that mode are corrected by. Written when a model is unloaded, never while it answers. Does not know
 how a correction is found.
 """
 
@@ -13,13 +13,14 @@ from pathlib import Path
 import msgspec
 
 from headrace.engine.cache_files import cache_folder, write_atomically
+from headrace.engine.forecast import Correction
 from headrace.engine.gguf import Header
 from headrace.engine.messages import Mode
 from headrace.engine.usage import model_key
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
 
 
 class _Kept(msgspec.Struct, frozen=True):
@@ -27,7 +28,7 @@ class _Kept(msgspec.Struct, frozen=True):
 
     version: int
     profile_key: str
-    corrections: dict[Mode, float]
+    corrections: dict[Mode, Correction]
 
 
 def corrections_path(header: Header) -> Path:
@@ -35,7 +36,7 @@ def corrections_path(header: Header) -> Path:
     return cache_folder() / f"corrections-{model_key(header)}.json"
 
 
-def read_corrections(header: Header, profile_key: str) -> dict[Mode, float]:
+def read_corrections(header: Header, profile_key: str) -> dict[Mode, Correction]:
     """Return what was learnt of a model on the machine of that profile, for each mode it ran in."""
     path = corrections_path(header)
     try:
@@ -50,7 +51,7 @@ def read_corrections(header: Header, profile_key: str) -> dict[Mode, float]:
     return kept.corrections
 
 
-def keep_correction(header: Header, profile_key: str, mode: Mode, correction: float) -> None:
+def keep_correction(header: Header, profile_key: str, mode: Mode, correction: Correction) -> None:
     """Keep correction for later forecasts of a model in mode, beside those of its other modes."""
     corrections = read_corrections(header, profile_key) | {mode: correction}
     kept = _Kept(_VERSION, profile_key, corrections)

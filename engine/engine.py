@@ -343,10 +343,12 @@ class Engine:
         chunk = sequence.tokens[first : first + n_tokens]
         is_last = first + len(chunk) == len(sequence.tokens)
         self._batch.fill_prompt(chunk, first, sequence.seq_id, is_last)
-        self.pace.interrupt()
+        self.pace.interrupt(sequence.uid)
         started = time.perf_counter()
         if not self._evaluate([sequence]):
             return
+        seconds = time.perf_counter() - started
+        self.pace.prefill(len(chunk), seconds)
         self._cache.extend(sequence.seq_id, chunk, saves=True)
         sequence.n_past += len(chunk)
         if is_last:
@@ -358,7 +360,7 @@ class Engine:
             else:
                 self._finish(sequence, "length")
         elif len(chunk) > 1:
-            self._prefill_tokens_per_s = len(chunk) / (time.perf_counter() - started)
+            self._prefill_tokens_per_s = len(chunk) / seconds
 
     def _evaluate(self, sequences: list[Sequence]) -> bool:
         """Run the batch that was filled for sequences; False if it could not be run.

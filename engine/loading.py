@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +20,15 @@ import msgspec
 
 from headrace.engine import placement
 from headrace.engine.corrections import keep_correction, read_corrections
-from headrace.engine.forecast import at_disk_speed, calibrate, forecast_load
+from headrace.engine.forecast import (
+    NO_CORRECTION,
+    Correction,
+    at_disk_speed,
+    calibrate,
+    calibrate_load,
+    calibrate_prefill,
+    forecast_load,
+)
 from headrace.engine.gguf import Header, read_model
 from headrace.engine.hardware import this_machine
 from headrace.engine.memory import spare_bytes, this_memory
@@ -55,8 +64,12 @@ class LoadedEngine:
     """What was known of the experts before."""
     cost: CostModel | None
     """What the forecast is made of; None: there is none."""
+    correction: Correction
+    """What the forecast was corrected by."""
     forecast: Forecast | None
     load_ns: int
+    load_bytes: int
+    """Read from the disk meanwhile, and not from its cache."""
 
     @property
     def message(self) -> Loaded:
@@ -87,10 +100,15 @@ class LoadedEngine:
 
     def keep_learnt(self) -> None:
         """Write down what was learnt of experts and speed; when the engine has stopped."""
-        answer = self.engine.pace.median
-        if self.cost is not None and self.forecast is not None and answer is not None:
-            correction = calibrate(self.cost, self.plan, self.forecast.correction, answer)
-            keep_correction(self.header, self.cost.profile.key, self.plan.mode, correction)
+        cost, plan, before, pace = self.cost, self.plan, self.correction, self.engine.pace
+        answer = pace.median
+        if cost is not None and (answer is not None or pace.prompts):
+            correction = Correction(
+                decode=calibrate(cost, plan, before.decode, answer) if answer else before.decode,
+                prefill=calibrate_prefill(cost, plan, before.prefill, pace.prompts),
+                load=calibrate_load(cost, plan, before.load, self.load_ns / 1e9, self.load_bytes),
+            )
+            keep_correction(self.header, cost.profile.key, plan.mode, correction)
         stream = self.engine.model.stream
         usage = None if stream is None else stream.usage()
         if usage is not None:
@@ -108,7 +126,7 @@ def load_engine(
     Raises:
         EngineError: the model can't be loaded.
     """
-    started = time.perf_counter_ns()
+    started, bytes_before = time.perf_counter_ns(), _disk_bytes()
     for name, value in installed_environment().items():
         os.environ.setdefault(name, value)
     # Only now: the OpenMP library reads its environment when llama.cpp loads it.
@@ -119,14 +137,16 @@ def load_engine(
     table = read_tensors(header)
     measured = read_measured(this_machine(), load.n_threads, header.path)
     usage = read_usage(header, table.experts) if table.experts else None
-    cost = None
     llama.start_backend()
+    cost, corrections = None, {}
     if measured is not None:
+        corrections = read_corrections(header, measured[0].key)
         load = at_disk_speed(load, measured[1])
         cost = _with_gpu_now(CostModel.of(*measured, table, usage))
     plan = placement.plan_model(header, table, load, budget, cost)
     logger.info("%s", describe(plan, budget))
-    expected = _forecast(header, load, plan, budget, cost)
+    correction = corrections.get(plan.mode, NO_CORRECTION)
+    expected = _forecast(header, load, plan, budget, cost, correction)
     model = _load_model(header, plan, repacks=repacks)
     if model.stream is not None and plan.expert_blocks and usage is not None:
         model.stream.expect(narrowed(usage, table.experts, streamed_blocks(plan)))
@@ -139,10 +159,11 @@ def load_engine(
             "the context is %d tokens instead of %d, more does not fit; --context sets another",
             made.n_ctx, n_wanted,
         )  # fmt: skip
-    load_ns = time.perf_counter_ns() - started
+    load_ns, n_read = time.perf_counter_ns() - started, _disk_bytes() - bytes_before
     return LoadedEngine(
-        made, load, header, plan, table.experts, budget, usage, cost, expected, load_ns
-    )
+        made, load, header, plan, table.experts, budget, usage, cost, correction, expected,
+        load_ns, n_read,
+    )  # fmt: skip
 
 
 def budget_bytes(load: Load) -> int:
@@ -169,8 +190,9 @@ def _with_gpu_now(cost: CostModel) -> CostModel:
 
 
 def _forecast(
-    header: Header, load: Load, plan: WeightsPlan, budget_bytes: int, cost: CostModel | None
-) -> Forecast | None:
+    header: Header, load: Load, plan: WeightsPlan, budget_bytes: int, cost: CostModel | None,
+    correction: Correction,
+) -> Forecast | None:  # fmt: skip
     """Return what to expect of a model; nothing is measured for it here, that takes seconds."""
     if cost is None:
         logger.info(
@@ -179,13 +201,17 @@ def _forecast(
             load.n_threads, header.path,
         )  # fmt: skip
         return None
-    correction = read_corrections(header, cost.profile.key).get(plan.mode, 1.0)
     return forecast_load(header, load, plan, budget_bytes, cost, correction=correction)
 
 
 def streamed_blocks(plan: WeightsPlan) -> frozenset[int]:
     """Return the numbers of the blocks whose experts are streamed."""
     return frozenset(block.block for blocks in plan.expert_blocks for block in blocks)
+
+
+def _disk_bytes() -> int:
+    """Return what this process has had read from disks; what caches gave is not counted."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_inblock * 512
 
 
 def _counter(model: Model) -> Callable[[], int]:

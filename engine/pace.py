@@ -1,7 +1,8 @@
-"""How fast one sequence alone decodes, for comparison with the forecast.
+"""How fast one sequence alone is evaluated and decodes, for comparison with the forecast.
 
-In: the start of a sequence's answer, its decode steps, and whatever comes between them. Out: the
-median of the last answers' speeds, what was read for it, and one line in the log. Knows no model.
+In: chunks of a sequence's prompt, the start of its answer, its decode steps, and whatever comes
+between them. Out: the last prompts, the median of the last answers' speeds, what was read for it,
+and one line in the log. Knows no model.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ logger = logging.getLogger(__name__)
 
 # The first is of the prompt's last pass, the others are a decode step each.
 N_TOKENS = 64
-# Answers that the median is of.
+# Answers that the median is of; and as many prompts, each so long that starting does not count.
 _N_ANSWERS = 15
+_LEAST_PROMPT = 256
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -29,8 +31,16 @@ class Answer:
     read_bytes_per_token: float
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt, or what came of it after an interruption, and the time of its passes."""
+
+    n_tokens: int
+    seconds: float
+
+
 class Pace:
-    """Measures the first N_TOKENS tokens of answers that nothing else interrupts."""
+    """Measures prompts, and the first N_TOKENS tokens of answers, that nothing else interrupts."""
 
     def __init__(
         self, expected_tokens_per_s: float | None = None,
@@ -47,18 +57,39 @@ class Pace:
         self._answers: deque[Answer] = deque(maxlen=_N_ANSWERS)
         self.median: Answer | None = None
         """That of the last answers' speeds; None: none of them was that long and alone."""
+        self._prompts: deque[Prompt] = deque(maxlen=_N_ANSWERS)
+        self._prompt_uid: int | None = None
+        self._prompt = Prompt(0, 0.0)
         self._uid: int | None = None
         self._n_steps = 0
         self._started_ns = self._bytes_before = 0
 
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """The last that were long enough."""
+        return tuple(self._prompts)
+
+    def prefill(self, n_tokens: int, seconds: float) -> None:
+        """Count a chunk of the prompt that interrupt has named."""
+        prompt = self._prompt
+        self._prompt = Prompt(prompt.n_tokens + n_tokens, prompt.seconds + seconds)
+
     def start(self, uid: int) -> None:
         """Begin with the first token of an answer, which its prompt's last pass gave."""
+        if uid == self._prompt_uid and self._prompt.n_tokens >= _LEAST_PROMPT:
+            self._prompts.append(self._prompt)
+        self._prompt_uid = None
         self._uid, self._n_steps = uid, 0
         self._started_ns, self._bytes_before = self._clock(), self._bytes_read()
 
-    def interrupt(self) -> None:
-        """Forget the answer at hand: other work is done between its steps."""
+    def interrupt(self, prompt_uid: int | None = None) -> None:
+        """Forget the answer at hand: other work is done between its steps.
+
+        The prompt at hand, too, unless that work is its next chunk.
+        """
         self._uid = None
+        if prompt_uid is None or prompt_uid != self._prompt_uid:
+            self._prompt_uid, self._prompt = prompt_uid, Prompt(0, 0.0)
 
     def step(self, uid: int) -> None:
         """Count a decode step of a sequence that runs alone."""

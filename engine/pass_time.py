@@ -63,6 +63,8 @@ STOP_S = 100e-6
 # Of a layer on a GPU, for what of it the CPU computes: the activations go there and back, some KB
 # each, and both wait. About what copies of that size take over PCIe; not measured.
 HOP_S = 25e-6
+# Of llama.cpp's code, header, vocabulary, plan and context, with 50,000 tokens.
+_START_S = 0.08
 # Of what reading memory alone reaches: kernels that are that fast wait for memory.
 _MEMORY_BOUND = 0.7
 # Rows are picked out of these, they are no matrices to multiply with.
@@ -95,6 +97,23 @@ def overlapped(
     """Return the seconds of passes of which a share of the reads is hidden."""
     seconds = np.maximum(compute_s, np.multiply(hidden, read_s)) + np.multiply(1 - hidden, read_s)
     return np.asarray(seconds, dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTime:
+    """How a model is loaded: what is read for it, and all else, in seconds."""
+
+    read_bytes: float
+    read_s: float
+    other_s: float
+
+    def seconds(self, correction: float = 1.0, read_bytes: float | None = None) -> float:
+        """Return how long it takes; read_bytes, if known, came from the disk and not its cache.
+
+        correction is that of the speed of all else.
+        """
+        share = 1.0 if read_bytes is None else min(read_bytes / self.read_bytes, 1.0)
+        return share * self.read_s + self.other_s / correction
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +175,15 @@ class CostModel:
         read_s = all_s * read_bytes / all_bytes
         return PassTime(compute_s, read_bytes, read_s, hidden=HIDDEN_MISSES)
 
-    def prefill(self, plan: WeightsPlan) -> PassTime:
-        """Return the pass of a physical batch of a prompt."""
-        n = n_prefill(plan)
+    def prompt_s(self, plan: WeightsPlan, n_tokens: int) -> float:
+        """Return the seconds of a prompt: of whole physical batches, and of one with the rest."""
+        n_batches, n_rest = divmod(n_tokens, n_prefill(plan))
+        seconds = n_batches * self.prefill(plan).seconds
+        return seconds + (self.prefill(plan, n_rest).seconds if n_rest else 0.0)
+
+    def prefill(self, plan: WeightsPlan, n_tokens: int = 0) -> PassTime:
+        """Return the pass of n_tokens of a prompt; 0: of a whole physical batch."""
+        n = n_tokens or n_prefill(plan)
         compute_s = self._prefill_compute_s(n, _Places.of(plan, self.table))
         if not plan.expert_blocks:
             return PassTime(compute_s, *self._read_dense(plan), hidden=HIDDEN_DENSE)
@@ -173,14 +198,15 @@ class CostModel:
         hits = sum(pool.n_choices * pool.hit_rate(pool.n_records) for pool in pools)
         return hits / sum(pool.n_choices for pool in pools)
 
-    def load_s(self, plan: WeightsPlan) -> float:
-        """Return the seconds until all that stays in memory is there."""
+    def load(self, plan: WeightsPlan) -> LoadTime:
+        """Return what it takes until all that stays in memory is there."""
         n_bytes = plan.resident_bytes + sum(tensor.n_bytes for tensor in plan.in_vram)
         if plan.mode == "full-resident":  # llama.cpp maps the file, and waits for its pages
             speed = self.disk.bytes_per_s(_READ_AHEAD_BYTES, _READ_AHEAD_DEPTH, is_random=False)
-            return n_bytes / speed + self._copy_s(plan)
+            return LoadTime(n_bytes, n_bytes / speed, _START_S + self._copy_s(plan))
         touch_s = plan.stream_bytes / self.profile.memory_bytes_per_s
-        return self.dense_read_s(n_bytes) + self._copy_s(plan) + touch_s
+        other_s = _START_S + self._copy_s(plan) + touch_s
+        return LoadTime(n_bytes, self.dense_read_s(n_bytes), other_s)
 
     def _copy_s(self, plan: WeightsPlan) -> float:
         """Return the seconds of bringing what was read to where it stays.

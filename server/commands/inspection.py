@@ -14,7 +14,12 @@ from typing import Literal
 import msgspec
 
 from headrace.engine.errors import DoesNotFit, ModelUnusable
-from headrace.engine.forecast import at_disk_speed, forecast_load
+from headrace.engine.forecast import (
+    NO_CORRECTION,
+    Correction,
+    at_disk_speed,
+    forecast_load,
+)
 from headrace.engine.gguf import Header
 from headrace.engine.library import Model
 from headrace.engine.messages import Forecast, Load, Mode
@@ -147,7 +152,8 @@ class Inspection(_Value, frozen=True):
 
 def inspect(
     model: Model, load: Load, budget_bytes: int, measured: tuple[Profile, DiskProfile] | None,
-    usage: ExpertUsage | None, corrections: Mapping[Mode, float], *, lists_tensors: bool = False,
+    usage: ExpertUsage | None, corrections: Mapping[Mode, Correction], *,
+    lists_tensors: bool = False,
 ) -> Inspection:  # fmt: skip
     """Return what is to be told of model when it is loaded as load says.
 
@@ -170,7 +176,7 @@ def inspect(
         )  # fmt: skip
     expected = None
     if cost is not None:
-        correction = corrections.get(plan.mode, 1.0)
+        correction = corrections.get(plan.mode, NO_CORRECTION)
         expected = forecast_load(header, load, plan, budget_bytes, cost, correction=correction)
     return Inspection(
         model=facts,

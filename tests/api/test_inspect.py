@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from headrace.engine.corrections import keep_correction
+from headrace.engine.forecast import Correction
 from headrace.engine.gguf import read_model
 from headrace.engine.profile import Profile
 from headrace.engine.routing import ExpertUsage
@@ -166,7 +167,7 @@ def test_what_was_learnt_of_the_speed_in_that_mode_is_used(
 
     streamed, resident = speed("13.5GiB"), speed("64GiB")
     header = read_model(paths[DENSE.name])
-    keep_correction(header, measured.key, "dense-ffn-streaming", 0.5)
+    keep_correction(header, measured.key, "dense-ffn-streaming", Correction(0.5))
     assert speed("13.5GiB") == pytest.approx(streamed / 2)
     assert speed("64GiB") == resident
     _, output = inspect(capsys, paths[DENSE.name], "--memory", "13.5GiB")

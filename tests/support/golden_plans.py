@@ -18,7 +18,7 @@ import msgspec
 
 from headrace.engine.disk import locate
 from headrace.engine.errors import DoesNotFit
-from headrace.engine.forecast import forecast_load
+from headrace.engine.forecast import NO_CORRECTION, forecast_load
 from headrace.engine.gguf import Header, read_model
 from headrace.engine.hardware import this_machine
 from headrace.engine.memory import spare_bytes
@@ -134,7 +134,7 @@ def predict(
     cost = CostModel.of(*machine(disk_bytes_per_s, vram_gib), table, None)
     asked = load(header, disk_bytes_per_s)
     plan = plan_model(header, table, asked, budget_bytes, cost)
-    return plan, forecast_load(header, asked, plan, budget_bytes, cost, correction=1.0)
+    return plan, forecast_load(header, asked, plan, budget_bytes, cost, correction=NO_CORRECTION)
 
 
 def rows() -> Iterator[str]:

@@ -13,10 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.engine.errors import DoesNotFit, EngineError
-from headrace.engine.forecast import at_disk_speed, calibrate, forecast
+from headrace.engine.forecast import (
+    Correction,
+    at_disk_speed,
+    calibrate,
+    calibrate_load,
+    calibrate_prefill,
+    forecast,
+)
 from headrace.engine.gguf import Header, read_model
 from headrace.engine.messages import Forecast
-from headrace.engine.pace import Answer
+from headrace.engine.pace import Answer, Prompt
 from headrace.engine.pass_time import CostModel
 from headrace.engine.plan import WeightsPlan
 from headrace.engine.profile import CPU_REPACK, KernelSpeed, Profile
@@ -217,7 +224,7 @@ def test_what_was_measured_corrects_the_next_forecasts(models: dict[str, Read]) 
     for _ in range(4):
         answer = Answer(measured, made.read_bytes_per_token)
         correction = calibrate(cost, plan, correction, answer)
-        made = forecast(*machine(GB), table, plan, correction=correction)
+        made = forecast(*machine(GB), table, plan, correction=Correction(correction))
         errors.append(made.decode_tokens_per_s / measured - 1)
     assert 0 < errors[0] < 0.25  # most of the way at once, and no further
     assert errors == sorted(errors, reverse=True) and errors[-1] < 0.01
@@ -241,6 +248,40 @@ def test_what_a_cold_cache_costs_is_no_fault_of_the_forecast(models: dict[str, R
     assert cold.tokens_per_s < made.decode_tokens_per_s / 2
     assert calibrate(cost, plan, 1, cold) == pytest.approx(1)
     assert calibrate(cost, plan, 0.5, cold) > 0.8
+
+
+@pytest.mark.parametrize("n_tokens", [256, 512, 900, 5000])
+def test_prompts_of_any_length_teach_the_same(models: dict[str, Read], n_tokens: int) -> None:
+    header, table = models[QWEN3]
+    plan, before = predict(header, table, 8 * GIB, GB)
+    cost, correction = CostModel.of(*machine(GB), table, None), 1.0
+    assert calibrate_prefill(cost, plan, correction, []) == correction
+    prompt = Prompt(n_tokens, 1.25 * cost.prompt_s(plan, n_tokens))
+    for _ in range(4):
+        correction = calibrate_prefill(cost, plan, correction, [prompt])
+    assert correction == pytest.approx(1 / 1.25, rel=0.01)
+    after = forecast(*machine(GB), table, plan, correction=Correction(prefill=correction))
+    ratio = after.ttft_s_per_1000_tokens / before.ttft_s_per_1000_tokens
+    assert ratio == pytest.approx(1.25, rel=0.01)
+
+
+def test_loads_from_the_page_cache_teach_what_loads_from_the_disk_do(
+    models: dict[str, Read],
+) -> None:
+    header, table = models[DENSE]
+    for budget_gib in (16, 80):  # streamed, and resident
+        plan, before = predict(header, table, budget_gib * GIB, GB)
+        cost = CostModel.of(*machine(GB), table, None)
+        time = cost.load(plan)
+        assert before.load_s == pytest.approx(time.read_s + time.other_s)
+        for n_read in (0.0, time.read_bytes / 3, time.read_bytes):
+            correction, seconds = 1.0, time.seconds(1 / 1.5, n_read)
+            for _ in range(4):
+                correction = calibrate_load(cost, plan, correction, seconds, n_read)
+            assert correction == pytest.approx(1 / 1.5, rel=0.01)
+        made = forecast(*machine(GB), table, plan, correction=Correction(load=1 / 1.5))
+        assert made.load_s == pytest.approx(time.read_s + 1.5 * time.other_s)
+        assert calibrate_load(cost, plan, 1, 0.0, 0.0) == 4
 
 
 def test_repacked_weights_are_used_where_they_stay_and_loaded_slower(

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from headrace.engine.pace import N_TOKENS, Answer, Pace
+from headrace.engine.pace import N_TOKENS, Answer, Pace, Prompt
 
 S = 10**9
 
@@ -81,6 +81,35 @@ def test_answers_that_were_interrupted_or_never_begun_do_not_count(clock: Clock)
         pace.step(1)
         pace.step(2)
     assert pace.median is None
+
+
+def test_chunks_of_a_prompt_are_one_prompt_if_nothing_comes_between(clock: Clock) -> None:
+    pace = Pace(clock=clock)
+    for _ in range(3):
+        pace.interrupt(1)
+        pace.prefill(100, 0.5)
+    pace.start(1)
+    assert list(pace.prompts) == [Prompt(300, 1.5)]
+    for between in (None, 3):
+        pace.interrupt(2)
+        pace.prefill(400, 1.0)
+        pace.interrupt(between)
+        pace.interrupt(2)
+        pace.prefill(256, 2.0)
+        pace.start(2)
+    assert list(pace.prompts[1:]) == [Prompt(256, 2.0)] * 2
+
+
+def test_short_prompts_and_those_of_other_answers_do_not_count(clock: Clock) -> None:
+    pace = Pace(clock=clock)
+    pace.interrupt(1)
+    pace.prefill(255, 1.0)
+    pace.start(1)
+    pace.start(1)
+    pace.interrupt(2)
+    pace.prefill(512, 1.0)
+    pace.start(3)
+    assert pace.prompts == ()
 
 
 def test_the_median_of_answers_counts_and_the_first_is_told(
