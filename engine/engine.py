@@ -20,7 +20,7 @@ from headrace.engine.errors import (
     WeightsUnreadable,
 )
 from headrace.engine.governor import PERIOD_S, Watch
-from headrace.engine.kv_cache import KVCache
+from headrace.engine.kv_cache import KVCache, n_sequence_ids
 from headrace.engine.llama import Batch, Context, Model, Sampler
 from headrace.engine.logprobs import token_logprob
 from headrace.engine.messages import (
@@ -43,9 +43,6 @@ from headrace.engine.sequence import Sequence, State
 from headrace.engine.weights import StreamStats
 
 logger = logging.getLogger(__name__)
-
-# Prefixes that may stay in cells beside running sequences.
-N_SPARE_IDS = 8
 
 Emit = Callable[[list[Event]], None]
 PlanContext = Callable[[int], ContextPlan]
@@ -296,18 +293,16 @@ class Engine:
         return True
 
     def _open_context(self, plan: ContextPlan) -> None:
-        # Spare ids let prompts share the cells of idle prefixes, and keep those that can't be
-        # parked. A recurrent state is as large for an idle id as for a running one.
-        n_seqs = self._load.n_slots + (1 if self.model.is_recurrent else N_SPARE_IDS)
-        self._companion_id = n_seqs
+        n_seqs = n_sequence_ids(self._load.n_slots, can_cut=not self.model.is_recurrent)
+        self._companion_id = n_seqs - 1
         self._context = Context(
-            self.model, n_cells=plan.n_cells, n_seqs=n_seqs + 1, n_batch=self._load.n_batch,
+            self.model, n_cells=plan.n_cells, n_seqs=n_seqs, n_batch=self._load.n_batch,
             n_threads=self._load.n_threads, n_threads_batch=self._load.n_threads_batch,
             kv_type=self._load.kv_type, n_ubatch=self._n_ubatch,
         )  # fmt: skip
         self._plan = plan
         self._cache = KVCache(
-            self._context, n_seqs, can_cut=not self.model.is_recurrent,
+            self._context, n_seqs - 1, can_cut=not self.model.is_recurrent,
             parking_bytes=plan.parking_bytes,
         )  # fmt: skip
         logger.info("context: %d tokens a sequence, %d cells", plan.n_ctx, plan.n_cells)

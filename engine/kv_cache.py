@@ -15,11 +15,22 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
+# Prefixes that may stay in cells beside running sequences.
+_N_SPARE_IDS = 8
 # Snapshots kept for a sequence whose state can't be cut.
 MAX_SNAPSHOTS = 8
 # llama.cpp's attention takes another kernel for a lone token when it sees 512 cells or more, and it
 # sees them in steps of 256: a sequence up to this long, alone and at the front, stays below.
 MAX_SETTLED_TOKENS = 256
+
+
+def n_sequence_ids(n_slots: int, *, can_cut: bool) -> int:
+    """Return how many sequences a context for n_slots has: theirs, spare ones and a companion.
+
+    Spare ids let prompts share the cells of idle prefixes, and keep those that can't be parked. A
+    state that can't be cut is as large for an idle id as for a running one: of those one is spare.
+    """
+    return n_slots + (_N_SPARE_IDS if can_cut else 1) + 1
 
 
 class Memory(Protocol):

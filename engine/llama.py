@@ -10,8 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.engine.errors import ModelUnusable
+from headrace.engine.llama_log import ContextBytes, LlamaLog
 from headrace.engine.messages import SamplingParams
 from headrace.engine.streaming import Functions, WeightStream
 
@@ -30,18 +30,16 @@ KV_TYPES = {
     "bf16": 30,
 }  # fmt: skip
 
-_ERROR = 4  # of enum ggml_log_level
-_recent_errors: deque[str] = deque(maxlen=8)
+_heard = LlamaLog()
 
 
 @c.llama_log_callback  # type: ignore[untyped-decorator]
 def _log(level: int, text: bytes, _user_data: Any) -> None:
-    """Keep llama.cpp's errors as reasons for ours, which name the file; all else is for debug."""
+    """Keep what is needed here: errors are reasons for ours, which name the file."""
     line = text.decode("utf-8", "replace").strip(" .\n")
     if not line:
         return
-    if level == _ERROR:
-        _recent_errors.append(line)
+    _heard.hear(level, line)
     logger.debug("%s", line)
 
 
@@ -73,13 +71,6 @@ def cpu_buffer_type() -> int:
     """Return the address of the buffer type of the CPU's memory."""
     function = ctypes.CFUNCTYPE(ctypes.c_void_p)(("ggml_backend_cpu_buffer_type", c._lib))
     return int(function() or 0)
-
-
-def _reason(default: str) -> str:
-    """Return llama.cpp's own words for what just failed, most specific first."""
-    lines = [line.split(": ", 1)[-1] for line in _recent_errors]
-    _recent_errors.clear()
-    return lines[0] if lines else default
 
 
 class Vocab:
@@ -153,7 +144,8 @@ class Model:
     def __init__(
         self, path: Path, *, repacks: bool = True, stream: WeightStream | None = None,
         overrides: Sequence[tuple[str, int]] = (), gpu: int | None = None, n_gpu_layers: int = 0,
-        lends_weights: bool = False,
+        lends_weights: bool = False, simulates: bool = False,
+        metadata: Mapping[str, int | str] | None = None,
     ) -> None:  # fmt: skip
         """Load path wholly into memory's reach (mmap; repacked copies if repacks).
 
@@ -163,13 +155,14 @@ class Model:
         buffer type that takes them. gpu is the address of a device of ggml: the output is the first
         of its layers, then the model's from the last on. For large batches it may take weights from
         memory, where they are as in the file then, if lends_weights; what is streamed can't be
-        lent.
+        lent. A model that simulates has no weights, and contexts made from it have no memory: they
+        can only tell their sizes. metadata is taken instead of what the file has under these keys.
 
         Raises:
             ModelUnusable: llama.cpp refuses the file; the message gives its reason.
         """
         params = c.llama_model_default_params()
-        _recent_errors.clear()
+        _heard.begin()
         self.stream = stream
         params.use_extra_bufts = repacks
         # Whatever is not asked for is on the CPU; by default llama.cpp takes all GPUs there are.
@@ -183,6 +176,10 @@ class Model:
             overrides = [*streamed, *overrides]
         array = _overrides(overrides)
         params.tensor_buft_overrides = ctypes.cast(array, ctypes.c_void_p)
+        changed = _metadata(metadata or {})
+        params.kv_overrides = changed
+        if simulates:
+            params.no_alloc, params.load_mode = True, c.LLAMA_LOAD_MODE_NONE
         if stream is None:
             self.pointer = c.llama_model_load_from_file(os.fsencode(path), params)
             """llama.cpp's own object; None once closed."""
@@ -191,7 +188,9 @@ class Model:
         try:
             if not self.pointer:
                 error = stream.load_error() if stream is not None else None
-                raise ModelUnusable(error or f"{path}: {_reason('llama.cpp refuses the file')}")
+                raise ModelUnusable(
+                    error or f"{path}: {_heard.reason('llama.cpp refuses the file')}"
+                )
             if stream is not None:
                 stream.start()
             if stream is not None and not stream.patterns:
@@ -236,6 +235,18 @@ def _overrides(pairs: Sequence[tuple[str, int]]) -> Any:
     array = (_BufferOverride * (len(pairs) + 1))()
     for override, (pattern, buffer_type) in zip(array, pairs, strict=False):
         override.pattern, override.buffer_type = pattern.encode(), buffer_type
+    return array
+
+
+def _metadata(values: Mapping[str, int | str]) -> Any:
+    """Return values as llama.cpp's array, whose end is zero."""
+    array = (c.llama_model_kv_override * (len(values) + 1))()
+    for override, (key, value) in zip(array, values.items(), strict=False):
+        override.key = key.encode()
+        if isinstance(value, str):
+            override.tag, override.value.val_str = c.LLAMA_KV_OVERRIDE_TYPE_STR, value.encode()
+        else:
+            override.tag, override.value.val_i64 = c.LLAMA_KV_OVERRIDE_TYPE_INT, value
     return array
 
 
@@ -316,11 +327,13 @@ class Context:
             params.cb_eval_user_data = native.user_data
             params.abort_callback = c.ggml_abort_callback(native.abort_callback)
             params.abort_callback_data = native.user_data
-        _recent_errors.clear()
+        _heard.begin()
         self._model = model
         self._ctx = c.llama_init_from_model(model.pointer, params)
         if not self._ctx:
-            raise ModelUnusable(f"no context of {n_cells} cells: {_reason('out of memory')}")
+            raise ModelUnusable(f"no context of {n_cells} cells: {_heard.reason('out of memory')}")
+        self.said_bytes: ContextBytes | None = _heard.context_bytes()
+        """What llama.cpp says that the context takes; None if it did not say all."""
         self._memory = c.llama_get_memory(self._ctx)
         self.n_cells: int = c.llama_n_ctx(self._ctx)
         self.n_vocab = model.vocab.n_tokens

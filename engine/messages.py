@@ -48,6 +48,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
 
 
+class ContextCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What contexts of a model take, as llama.cpp says."""
+
+    kv_type: str
+    """Of the cells that kv_bytes_per_cell is about."""
+    kv_bytes_per_cell: float
+    mask_bytes_per_cell: float
+    """By which the buffers of a batch grow."""
+    fixed_bytes: int
+    """With any number of cells: buffers, logits, states of recurrent layers."""
+
+
 class Load(Message, frozen=True, kw_only=True):
     """Load the model; the first command of an engine process. n_ctx is per slot."""
 
@@ -73,6 +85,8 @@ class Load(Message, frozen=True, kw_only=True):
     mode: Mode = "auto"
     disk_bytes_per_s: float = 0.0
     """Of reads in order from the disk that holds the model; 0: not known."""
+    context_cost: ContextCost | None = None
+    """None: not known, and estimated."""
 
 
 class Generate(Message, frozen=True, kw_only=True):

@@ -63,6 +63,7 @@ def build(model: Published, folder: Path, n_tokens: int = 8) -> Path:
     writer.add_block_count(model.n_layer)
     writer.add_context_length(model.context)
     writer.add_embedding_length(model.n_embd)
+    writer.add_layer_norm_rms_eps(1e-5)
     for key, value in model.metadata.items():
         writer.add_uint32(f"{model.arch}.{key}", value)
     writer.add_tokenizer_model("gpt2")
@@ -241,6 +242,7 @@ GPT_OSS_120B = Published(
     {
         "feed_forward_length": 2880, "expert_feed_forward_length": 2880,
         "expert_count": 128, "expert_used_count": 4, **_heads(64, 8, 64),
+        "attention.sliding_window": 128,
     },
     _gpt_oss_layer, (Q.Q8_0, Q.Q8_0),
 )  # fmt: skip
@@ -253,6 +255,7 @@ DEEPSEEK_V3 = Published(
         "attention.kv_lora_rank": 512, "attention.key_length_mla": 192,
         "attention.value_length_mla": 128, "attention.head_count": 128,
         "attention.head_count_kv": 1, "attention.key_length": 576, "attention.value_length": 512,
+        "rope.dimension_count": 64,
     },
     _deepseek_layer, (Q.Q4_K, Q.Q6_K), split_bytes=48_000_000_000,
 )  # fmt: skip
