@@ -184,7 +184,7 @@ class Settings:
         _PARALLEL, "0", "requests that one model answers at once, 0 for 4", "OLLAMA_NUM_PARALLEL"
     )
     memory: int = _setting(
-        _MEMORY, "0", "memory of a model with its context, 0 for what is available"
+        _MEMORY, "0", "memory that the process of a model may take, 0 for what is available"
     )
     vram: int | None = _setting(
         _VRAM, "", "memory of a GPU for a model, 0 for no GPU, none for what is free"

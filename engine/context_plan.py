@@ -1,12 +1,15 @@
 """How many cells and slots a context gets, and what they take.
 
-In: a model's header, what is asked for, memory. Out: bytes, a ContextPlan. Pure; knows nothing of
+In: a model's header, a Load, memory. Out: bytes, a ContextPlan. Pure; knows nothing of
 where weights are.
 """
 
 from __future__ import annotations
 
+import math
+
 from headrace.engine.gguf import Array, Header
+from headrace.engine.messages import Load
 from headrace.engine.plan import ContextPlan
 
 # Bytes of one element of the KV cache: block bytes / block elements of the ggml types.
@@ -18,6 +21,26 @@ KV_BYTES = {
 MIN_CTX = 256
 # Full contexts that may be parked outside the cells.
 N_PARKED = 4
+# What a cell costs beside its vectors, once it is used: llama-kv-cells.h, for two caches.
+_CELL_NOTES_BYTES = 2 * 160
+
+
+def cell_bytes(header: Header, load: Load, first_gpu_layer: int) -> tuple[int, int]:
+    """Return the bytes of one cell in memory and on the GPU, which has the layers from first on.
+
+    As llama.cpp says, if load has that; it names no layers, which then have the shares that the
+    header gives them.
+    """
+    in_ram = kv_bytes_per_cell(header, load.kv_type, slice(None, first_gpu_layer))
+    in_vram = kv_bytes_per_cell(header, load.kv_type, slice(first_gpu_layer, None))
+    cost = load.context_cost
+    if cost is None:
+        return in_ram, in_vram
+    kv_bytes = cost.kv_bytes_per_cell * KV_BYTES[load.kv_type] / KV_BYTES[cost.kv_type]
+    share = in_vram / max(in_ram + in_vram, 1)
+    # Both have the masks of a batch.
+    in_ram = math.ceil((1 - share) * kv_bytes + cost.mask_bytes_per_cell + _CELL_NOTES_BYTES)
+    return in_ram, math.ceil(share * kv_bytes + cost.mask_bytes_per_cell) if in_vram else 0
 
 
 def kv_bytes_per_cell(header: Header, kv_type: str, layers: slice = slice(None)) -> int:

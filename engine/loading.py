@@ -130,7 +130,7 @@ def load_engine(
     for name, value in installed_environment().items():
         os.environ.setdefault(name, value)
     # Only now: the OpenMP library reads its environment when llama.cpp loads it.
-    from headrace.engine import engine, llama, weights
+    from headrace.engine import context_cost, engine, llama, weights
 
     header = read_model(Path(load.path), weights.open_direct)
     budget = budget_bytes(load)
@@ -143,6 +143,7 @@ def load_engine(
         corrections = read_corrections(header, measured[0].key)
         load = at_disk_speed(load, measured[1])
         cost = _with_gpu_now(CostModel.of(*measured, table, usage))
+    load = context_cost.with_context_cost(header, load)
     plan = placement.plan_model(header, table, load, budget, cost)
     logger.info("%s", describe(plan, budget))
     correction = corrections.get(plan.mode, NO_CORRECTION)

@@ -1,8 +1,8 @@
-"""Main of a process that measures this machine and ends.
+"""Main of a process that measures this machine, or asks llama.cpp something, and ends.
 
-Started as `python -m headrace.engine.measure FD`. In: one Measure on the socket. Out: Findings, the
-last of which is Measured or MeasureFailed. End of file on the socket means that nobody waits any
-more: the process ends too, with the measurement at hand.
+Started as `python -m headrace.engine.measure FD`. In: one Question on the socket. Out: Findings,
+the last of which is the answer or MeasureFailed. End of file on the socket means that nobody waits
+any more: the process ends too, with the measurement at hand.
 """
 
 from __future__ import annotations
@@ -15,16 +15,21 @@ from pathlib import Path
 from headrace.engine.disk_speed import measure_disk
 from headrace.engine.errors import EngineError
 from headrace.engine.frames import frame, read_frames
+from headrace.engine.gguf import read_model
 from headrace.engine.hardware import cache_bytes
 from headrace.engine.loading import pin
 from headrace.engine.memory import this_memory
 from headrace.engine.messages import (
+    AskContextCost,
+    ContextCost,
     Finding,
+    Load,
     Measure,
     Measured,
     MeasureFailed,
     Measuring,
-    decode_measure,
+    Question,
+    decode_question,
     encode,
 )
 from headrace.engine.openmp import installed_environment
@@ -32,20 +37,29 @@ from headrace.engine.profile import GpuDevice, KernelSpeed
 
 
 def main() -> None:
-    """Measure what is asked for on the socket whose descriptor is the first argument."""
+    """Answer the question on the socket whose descriptor is the first argument."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     try:
         for data in read_frames(connection):
-            _send(connection, _result(decode_measure.decode(data), connection))
+            _send(connection, _result(decode_question.decode(data), connection))
     except (BrokenPipeError, ConnectionResetError):
         pass
 
 
-def _result(wanted: Measure, connection: socket.socket) -> Finding:
+def _result(question: Question, connection: socket.socket) -> Finding:
     try:
-        return _measure(wanted, connection)
+        if isinstance(question, AskContextCost):
+            return _ask(question.load)
+        return _measure(question, connection)
     except EngineError as error:
         return MeasureFailed(str(error))
+
+
+def _ask(load: Load) -> ContextCost:
+    from headrace.engine import context_cost, llama  # as late as for a measurement
+
+    llama.start_backend()
+    return context_cost.ask_context_cost(read_model(Path(load.path)), load)
 
 
 def _measure(wanted: Measure, connection: socket.socket) -> Measured:

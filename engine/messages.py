@@ -2,7 +2,7 @@
 
 A frame is a 4-byte little-endian length and MessagePack: one Command (to the engine), or a list of
 Events (from it): those of one step for all sequences. Weights, logits and KV never cross. A process
-that measures gets one Measure, and answers with Findings.
+that measures gets one Question, and answers with Findings.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
 
 
-class ContextCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ContextCost(Message, frozen=True, kw_only=True):
     """What contexts of a model take, as llama.cpp says."""
 
     kv_type: str
@@ -79,7 +79,7 @@ class Load(Message, frozen=True, kw_only=True):
     kv_type: str = "f16"
     log_level: str = "info"
     memory_bytes: int = 0
-    """Weights, streaming, context and compute buffers together; 0: what the machine has free."""
+    """All that the process may take, its interpreter too; 0: what the machine has free."""
     vram_bytes: int | None = None
     """All of it that is on a GPU; 0: no GPU is used; None: what the GPU has free."""
     mode: Mode = "auto"
@@ -280,8 +280,14 @@ class Counted(Message, frozen=True, kw_only=True):
     n_tokens: tuple[int, ...]
 
 
+class AskContextCost(Message, frozen=True):
+    """Ask llama.cpp what contexts take when a model is loaded so; the process's only question."""
+
+    load: Load
+
+
 class Measure(Message, frozen=True, kw_only=True):
-    """Measure this machine, with so many compute threads; the only command of such a process."""
+    """Measure this machine, with so many compute threads; the process's only question."""
 
     n_threads: int
     cpus: tuple[int, ...]
@@ -310,7 +316,7 @@ class Measured(Message, frozen=True, kw_only=True):
 
 
 class MeasureFailed(Message, frozen=True):
-    """Something could not be measured; the message of an EngineError."""
+    """Something could not be found out; the message of an EngineError."""
 
     message: str
 
@@ -318,10 +324,11 @@ class MeasureFailed(Message, frozen=True):
 Command = Load | Generate | Count | Cancel
 Event = Loaded | LoadFailed | ContextChanged | Status | Accepted | Token | Done | Failed | Counted
 
-Finding = Measuring | Measured | MeasureFailed
+Question = Measure | AskContextCost
+Finding = Measuring | Measured | ContextCost | MeasureFailed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 decode_events: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(list[Event])
-decode_measure: msgspec.msgpack.Decoder[Measure] = msgspec.msgpack.Decoder(Measure)
+decode_question: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
 decode_finding: msgspec.msgpack.Decoder[Finding] = msgspec.msgpack.Decoder(Finding)

@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 
 from headrace.engine import tiers
-from headrace.engine.context_plan import kv_bytes_per_cell, plan_context, widens
+from headrace.engine.buffers import ROW_BYTES, Buffers, estimated_bytes, process_buffers
+from headrace.engine.context_plan import cell_bytes, plan_context, widens
 from headrace.engine.errors import DoesNotFit, ModelUnusable
 from headrace.engine.gguf import Header
 from headrace.engine.messages import Load, Mode
@@ -52,13 +53,10 @@ _MAX_RING_SLOTS = 32
 _AHEAD_S = 0.01
 # Of a disk that was not measured.
 DISK_BYTES_PER_S = 2e9
-# llama.cpp's graph, allocator and metadata, before any activation.
-_COMPUTE_BASE_BYTES = 24 << 20
 # A direct read may start a block early and end a block late; native/source.h.
 _SPAN_ALIGN_BYTES = 4096
 # Beside the records, MUL_MAT_ID counts the tokens of each: ggml-cpu.c, ggml_graph_plan.
 _RECORD_COUNTER_BYTES = 64 + 8
-_ROW_BYTES = 8
 _HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -68,14 +66,15 @@ def plan_weights(
 ) -> WeightsPlan:  # fmt: skip
     """Return where the weights of a model go so that it runs within budget_bytes, without a GPU.
 
-    The budget covers weights, streaming, compute buffers and the kv_bytes of the context. The
-    disk's speed decides how far ahead it is read.
+    The budget covers weights, streaming, the kv_bytes of the context and about what its buffers
+    take. The disk's speed decides how far ahead it is read.
 
     Raises:
         DoesNotFit: not even the smallest plan of mode fits the budget.
         ModelUnusable: mode does not fit the model.
     """
-    planner = _Planner.of(header, table, None, None, n_batch, n_slots, disk_bytes_per_s)
+    buffers = Buffers(estimated_bytes(header, table, n_batch, n_slots), 0)
+    planner = _Planner.of(header, table, None, None, n_batch, buffers, disk_bytes_per_s)
     layers = planner.layers(lambda first: (kv_bytes, 0))
     modes = _modes(header, table, mode, None)
     return planner.plan(modes, budget_bytes, lambda _: layers, is_auto=mode == "auto")
@@ -143,17 +142,17 @@ def _plan_model(
     header: Header, table: TensorTable, load: Load, budget_bytes: int, cost: CostModel | None
 ) -> WeightsPlan:
     planner = _Planner.of(
-        header, table, cost, load.vram_bytes, load.n_batch, load.n_slots,
+        header, table, cost, load.vram_bytes, load.n_batch, process_buffers(header, table, load),
         load.disk_bytes_per_s or DISK_BYTES_PER_S,
     )  # fmt: skip
     n_ctx = min(load.n_ctx, header.context_length or load.n_ctx)
     n_cells = -(-n_ctx // 256) * 256
 
-    def cell_bytes(first: int) -> tuple[int, int]:
-        in_ram, in_vram = _cell_bytes(header, load.kv_type, first)
+    def context_bytes(first: int) -> tuple[int, int]:
+        in_ram, in_vram = cell_bytes(header, load, first)
         return n_cells * in_ram, n_cells * in_vram
 
-    one = planner.layers(cell_bytes)
+    one = planner.layers(context_bytes)
 
     def layers(mode: Mode) -> Layers:
         if mode == "full-resident":
@@ -174,20 +173,14 @@ def plan_model_context(
 ) -> ContextPlan:
     """Return the context for sequences of n_ctx tokens in what plan leaves of its budgets."""
     first = max(header.block_count + 1 - plan.n_gpu_layers, 0)
-    in_ram, in_vram = _cell_bytes(header, load.kv_type, first)
-    left = budget_bytes - plan.resident_bytes - plan.stream_bytes - plan.compute_bytes
+    in_ram, in_vram = cell_bytes(header, load, first)
+    left = budget_bytes - plan.resident_bytes - plan.stream_bytes - plan.buffer_bytes
     left_vram = plan.vram_budget_bytes - (plan.vram_bytes - plan.vram_kv_bytes)
     return plan_context(
         n_ctx, load.n_slots, n_ctx_train=header.context_length, bytes_per_cell=in_ram,
         budget_bytes=left, vram_bytes_per_cell=in_vram, vram_budget_bytes=left_vram,
         widens=widens(header),
     )  # fmt: skip
-
-
-def _cell_bytes(header: Header, kv_type: str, first_gpu_layer: int) -> tuple[int, int]:
-    """Return the bytes of one cell in memory and on the GPU, which has the layers from first on."""
-    in_ram = kv_bytes_per_cell(header, kv_type, slice(None, first_gpu_layer))
-    return in_ram, kv_bytes_per_cell(header, kv_type, slice(first_gpu_layer, None))
 
 
 def _modes(
@@ -221,8 +214,7 @@ class _Planner:
     """With a GPU only if plans may use that."""
     classes: tuple[UnitClass, ...]
     trunk: Layers
-    compute_bytes: int
-    """Of memory, and again of a GPU's."""
+    buffers: Buffers
     vram_budget_bytes: int
     n_batch: int
     disk_bytes_per_s: float
@@ -230,31 +222,30 @@ class _Planner:
     @classmethod
     def of(
         cls, header: Header, table: TensorTable, cost: CostModel | None, vram_bytes: int | None,
-        n_batch: int, n_slots: int, disk_bytes_per_s: float,
+        n_batch: int, buffers: Buffers, disk_bytes_per_s: float,
     ) -> _Planner:  # fmt: skip
         gpu = None if cost is None else cost.gpu
         budget = 0
         if gpu is not None:
             free = gpu.free_bytes - VRAM_HEADROOM_BYTES
             budget = free if vram_bytes is None else min(vram_bytes, gpu.total_bytes)
-        compute_bytes = _compute_bytes(header, table, n_batch, n_slots)
         return cls(
             header, table, cost, tiers.classify(table),
-            tiers.trunk_layers(table, cost, has_gpu=budget > compute_bytes), compute_bytes, budget,
+            tiers.trunk_layers(table, cost, has_gpu=budget > buffers.vram_bytes), buffers, budget,
             n_batch, disk_bytes_per_s,
         )  # fmt: skip
 
-    def layers(self, cell_bytes: Callable[[int], tuple[int, int]]) -> Layers:
-        """Return trunk with cells; cell_bytes gives those in memory and in VRAM by first layer."""
+    def layers(self, context_bytes: Callable[[int], tuple[int, int]]) -> Layers:
+        """Return trunk with cells; context_bytes gives theirs of RAM and VRAM by first layer."""
         n_blocks = self.table.n_blocks
-        kv = [cell_bytes(max(n_blocks + 1 - int(g), 0)) for g in self.trunk.n_gpu_layers]
+        kv = [context_bytes(max(n_blocks + 1 - int(g), 0)) for g in self.trunk.n_gpu_layers]
         ram, vram = (np.array(part, np.int64) for part in zip(*kv, strict=True))
         return replace(self.trunk, kv_ram_bytes=ram, kv_vram_bytes=vram)
 
     def least_bytes(self, mode: Mode, layers: Layers) -> int:
         """Return what the smallest plan of a mode takes without a GPU."""
         without = layers.without_gpu()
-        return self._tried(mode, without, 0).least().ram_bytes + self.compute_bytes
+        return self._tried(mode, without, 0).least().ram_bytes + self.buffers.ram_bytes
 
     def plan(
         self, modes: Sequence[Mode], budget_bytes: int, layers: Callable[[Mode], Layers], *,
@@ -265,7 +256,7 @@ class _Planner:
         Raises:
             DoesNotFit: there is none.
         """
-        left = budget_bytes - self.compute_bytes
+        left = budget_bytes - self.buffers.ram_bytes
         tried = [(mode, layers(mode)) for mode in modes]
         found = [(self._tried(mode, of_mode, left), of_mode) for mode, of_mode in tried]
         best = [(choice, of_mode) for some, of_mode in found if (choice := some.best(left))]
@@ -278,13 +269,14 @@ class _Planner:
             f"{self.header.path}: {plan.mode} needs {format_mib(plan.n_bytes)} of memory at least"
             f" ({format_mib(plan.resident_bytes)} of weights, {format_mib(plan.stream_bytes)} to"
             f" stream the others, {format_mib(plan.kv_bytes)} of context,"
-            f" {format_mib(plan.compute_bytes)} of buffers), {format_mib(budget_bytes)} is there;"
+            f" {format_mib(plan.buffer_bytes)} for the process),"
+            f" {format_mib(budget_bytes)} is there;"
             f" raise --memory to {math.ceil(plan.n_bytes / 2**20)}MiB",
             plan.n_bytes, budget_bytes,
         )  # fmt: skip
 
     def _tried(self, mode: Mode, layers: Layers, ram_bytes: int) -> Tried:
-        vram_bytes = self.vram_budget_bytes - self.compute_bytes
+        vram_bytes = self.vram_budget_bytes - self.buffers.vram_bytes
         rows = tiers.vram_rows(self.classes, layers, self.cost, vram_bytes)
         if mode == "full-resident":
             return tiers.choose_resident(self.classes, rows, self.cost)
@@ -300,7 +292,7 @@ class _Planner:
         for pool in self.table.pools:
             n_used = min(self.table.n_used, pool[0].n_experts)
             record_bytes = sum(_span_room(n) for n in pool[0].slice_bytes)
-            record_bytes += _RECORD_COUNTER_BYTES + n_used * self.n_batch * _ROW_BYTES
+            record_bytes += _RECORD_COUNTER_BYTES + n_used * self.n_batch * ROW_BYTES
             found.append(Records(record_bytes, _HUGE_PAGE_BYTES, n_used, pool[0].n_experts))
         return found
 
@@ -326,7 +318,8 @@ class _Planner:
         in_vram = [t for t in on_gpu if t.name not in stays]
         in_vram += [t for t in weights if places[t.name] == "vram"]
         kept = [t for t in in_ram if int(t.name.split(".")[1]) >= first] if g else []
-        kv_vram_bytes, compute = int(layers.kv_vram_bytes[g]), self.compute_bytes if g else 0
+        kv_vram_bytes = int(layers.kv_vram_bytes[g])
+        vram_buffer_bytes = self.buffers.vram_bytes if g else 0
         return WeightsPlan(
             mode=choice.mode,
             streamed=tuple(tensor for tensor in weights if places[tensor.name] == "stream"),
@@ -338,13 +331,13 @@ class _Planner:
             resident_bytes=int(layers.ram_bytes[g]) + sum(tensor.n_bytes for tensor in in_ram),
             stream_bytes=self._stream_bytes(choice),
             kv_bytes=int(layers.kv_ram_bytes[g]),
-            compute_bytes=self.compute_bytes,
+            buffer_bytes=self.buffers.ram_bytes,
             gpu=self.cost.gpu.name if g and self.cost and self.cost.gpu else "",
             n_gpu_layers=g,
             in_vram=tuple(in_vram),
             in_ram=(*kept, *(t for t in on_gpu if t.name in stays)),
             vram_kv_bytes=kv_vram_bytes,
-            vram_bytes=sum(t.n_bytes for t in in_vram) + kv_vram_bytes + compute,
+            vram_bytes=sum(t.n_bytes for t in in_vram) + kv_vram_bytes + vram_buffer_bytes,
             vram_budget_bytes=self.vram_budget_bytes if g else 0,
         )
 
@@ -393,17 +386,6 @@ class _Planner:
 
 def _span_room(n_bytes: int) -> int:
     return (n_bytes + 2 * (_SPAN_ALIGN_BYTES - 1)) // _SPAN_ALIGN_BYTES * _SPAN_ALIGN_BYTES
-
-
-def _compute_bytes(header: Header, table: TensorTable, n_batch: int, n_slots: int) -> int:
-    """Return about what llama.cpp takes for the activations of one physical batch, and more."""
-    n_embd = header.embedding_length
-    widest = max((item.tensor.shape[1] for item in table.dense), default=0)
-    if table.experts:
-        inner = max(block.parts[-1].shape[0] for block in table.experts)
-        widest = max(widest, table.n_used * (inner + n_embd))
-    n_vocab = max((t.shape[1] for t in table.trunk if t.name == "token_embd.weight"), default=0)
-    return _COMPUTE_BASE_BYTES + 4 * (n_batch * (8 * n_embd + 2 * widest) + n_slots * n_vocab)
 
 
 def plan_load(model: Model, settings: Settings, topology: Topology) -> Load:

@@ -36,7 +36,8 @@ class WeightsPlan:
     resident_bytes: int
     stream_bytes: int
     kv_bytes: int
-    compute_bytes: int
+    buffer_bytes: int
+    """What the process takes beside that: llama.cpp's buffers, vocabulary, interpreter."""
     gpu: str = ""
     """ggml's name of the device whose memory is used; "": none."""
     n_gpu_layers: int = 0
@@ -53,7 +54,7 @@ class WeightsPlan:
     @property
     def n_bytes(self) -> int:
         """All memory that the plan takes, but for the GPU's."""
-        return self.resident_bytes + self.stream_bytes + self.kv_bytes + self.compute_bytes
+        return self.resident_bytes + self.stream_bytes + self.kv_bytes + self.buffer_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,32 +1,25 @@
 """The profile of this machine: what is known is read, what is missing is measured once and kept.
 
 In: tensor types and a file, of a model at hand or by default. Out: a Profile that has them. The
-measuring is done by a process of its own, so that nothing of llama.cpp comes into this one.
+measuring is done by a process of its own.
 """
 
 from __future__ import annotations
 
-import signal
-import socket
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 from gguf import GGMLQuantizationType
 
 from headrace.engine.disk import covers, locate
-from headrace.engine.errors import EngineDied, EngineError
-from headrace.engine.frames import frame, read_frames
 from headrace.engine.gguf import Header
 from headrace.engine.hardware import Topology
-from headrace.engine.messages import Measure, Measured, MeasureFailed, decode_finding, encode
+from headrace.engine.messages import Measure, Measured
 from headrace.engine.profile import Profile
 from headrace.engine.profile_cache import keep_profile, read_facts, read_profile
-
-Progress = Callable[[str], None]
+from headrace.engine.questions import Progress, measure
 
 # What most models at hand are made of.
 DEFAULT_TYPES = {name: int(GGMLQuantizationType[name]) for name in ("Q4_0", "Q4_K", "Q8_0")}
@@ -67,7 +60,7 @@ def measured_profile(
     wanted = _wanted(known, topology, types, path, n_threads)
     if known is not None and not wanted.types and not wanted.path:
         return known
-    profile = _merged(key, n_threads, known, _measure(wanted, progress))
+    profile = _merged(key, n_threads, known, measure(wanted, progress))
     keep_profile(profile)
     return profile
 
@@ -107,32 +100,3 @@ def _merged(key: str, n_threads: int, known: Profile | None, found: Measured) ->
     return msgspec.structs.replace(
         known, kernels=known.kernels + found.kernels, disks=tuple(disks.values())
     )
-
-
-def _measure(wanted: Measure, progress: Progress) -> Measured:
-    """Have a process measure what is wanted; it is gone when this returns."""
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs:
-            # A session of its own: Ctrl-C is for this process. What libraries print is not for
-            # the stdout of a command.
-            process = subprocess.Popen(
-                [sys.executable, "-m", "headrace.engine.measure", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )  # fmt: skip
-        try:
-            ours.sendall(frame(encode(wanted)))
-            for data in read_frames(ours):
-                finding = decode_finding.decode(data)
-                if isinstance(finding, Measured):
-                    return finding
-                if isinstance(finding, MeasureFailed):
-                    raise EngineError(finding.message)
-                progress(finding.what)
-            status = process.wait()
-        finally:
-            process.kill()
-            process.wait()
-    how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-    raise EngineDied(f"the measuring process ended {how} before it was done")

@@ -35,9 +35,6 @@ from headrace.server.commands.memory_limit import memory_limit
 from headrace.server.commands.progress import say
 
 SETTINGS = ("memory", "vram", "mode", "threads")
-# What the interpreter, its modules and llama.cpp's code take beside what is in a budget; as
-# tests/bench/streaming.py found it.
-_INTERPRETER_BYTES = 140 << 20
 # Of a model this many times as large as the memory, nearly all is read for each token.
 _FAR = 2
 
@@ -58,7 +55,7 @@ class _Wanted:
     @property
     def limit_bytes(self) -> int | None:
         """What all of a process may take that keeps to the budget asked for; None: no budget."""
-        return self.settings.memory + _INTERPRETER_BYTES if self.settings.memory else None
+        return self.settings.memory or None
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:

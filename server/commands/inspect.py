@@ -1,8 +1,8 @@
 """`headrace inspect MODEL`: what a model is, where its weights would go, how fast it would be.
 
 In: a command line. Out: tables on stdout, or one JSON object. Reads the headers of the model's
-files, what was measured of this machine and what was learnt of the model's experts before; loads
-nothing and measures nothing.
+files, what was measured of this machine and what was learnt of the model's experts before, and has
+llama.cpp asked what a context takes; loads nothing and measures nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from rich.console import Console
 
 from headrace.config.settings import FlagParser, resolve
 from headrace.engine.corrections import read_corrections
+from headrace.engine.errors import EngineError
 from headrace.engine.hardware import this_machine
 from headrace.engine.library import Model
 from headrace.engine.loading import budget_bytes
+from headrace.engine.messages import Load
 from headrace.engine.placement import plan_load
 from headrace.engine.profile_cache import read_measured
+from headrace.engine.questions import context_cost
 from headrace.engine.tensors import read_tensors
 from headrace.engine.usage import read_usage
 from headrace.server.commands import inspect_view
@@ -41,7 +44,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     wanted = _parse(arguments)
     settings, _ = resolve(vars(wanted), environ)
     model, topology = Model.open(wanted.model), this_machine()
-    load = plan_load(model, settings, topology)
+    load = _with_context_cost(plan_load(model, settings, topology))
     measured = read_measured(topology, load.n_threads, model.path)
     found = inspect(
         model, load, budget_bytes(load), measured,
@@ -61,6 +64,16 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     # Flushed here, so that a reader who has left is noticed here.
     print(text, end="", flush=True)
     return 1 if found.refusal else 0
+
+
+def _with_context_cost(load: Load) -> Load:
+    """Return load with what llama.cpp says of its context; if it says nothing, tell that."""
+    try:
+        return msgspec.structs.replace(load, context_cost=context_cost(load))
+    except EngineError as error:
+        estimated = "the sizes of the context and its buffers are estimated"
+        print(f"headrace: {estimated}: {error}", file=sys.stderr)
+        return load
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:

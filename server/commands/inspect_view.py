@@ -100,7 +100,7 @@ def _tiers(plan: PlanFacts, model: ModelFacts) -> Iterable[tuple[str, int, str]]
     cells = f"{plan.n_ctx} tokens each, {plan.n_cells} together, {plan.kv_type}"
     yield "RAM, context", plan.context_bytes, cells
     yield "RAM, prompts", plan.parking_bytes, "kept for later, at most"
-    yield "RAM, buffers", plan.buffer_bytes, "of llama.cpp"
+    yield "RAM, process", plan.buffer_bytes, "and llama.cpp's buffers"
     all_bytes = plan.resident_bytes + plan.stream_bytes + plan.context_bytes
     all_bytes += plan.parking_bytes + plan.buffer_bytes
     yield "RAM, all", all_bytes, f"of {format_bytes(plan.budget_bytes)}"

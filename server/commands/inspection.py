@@ -111,7 +111,7 @@ class PlanFacts(_Value, frozen=True):
     parking_bytes: int
     """For prompts that are kept outside the context."""
     buffer_bytes: int
-    """Of llama.cpp's computations."""
+    """What the process takes beside that: llama.cpp's buffers, vocabulary, interpreter."""
     gpu: GpuFacts | None
     """None: no GPU is used."""
     blocks: tuple[BlockSize, ...]
@@ -228,7 +228,7 @@ def _plan_facts(header: Header, load: Load, plan: WeightsPlan, budget_bytes: int
         n_cells=context.n_cells,
         kv_type=load.kv_type,
         parking_bytes=context.parking_bytes,
-        buffer_bytes=plan.compute_bytes,
+        buffer_bytes=plan.buffer_bytes,
         gpu=_gpu_facts(plan, context) if plan.gpu else None,
         blocks=_block_sizes(header, plan),
     )

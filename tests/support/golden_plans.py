@@ -22,7 +22,7 @@ from headrace.engine.forecast import NO_CORRECTION, forecast_load
 from headrace.engine.gguf import Header, read_model
 from headrace.engine.hardware import this_machine
 from headrace.engine.memory import spare_bytes
-from headrace.engine.messages import Forecast, Load
+from headrace.engine.messages import ContextCost, Forecast, Load
 from headrace.engine.pass_time import CostModel
 from headrace.engine.placement import (
     DEFAULT_SLOTS,
@@ -33,6 +33,7 @@ from headrace.engine.placement import (
 from headrace.engine.plan import WeightsPlan
 from headrace.engine.profile import DiskPoint, DiskProfile, GpuDevice, KernelSpeed, Profile
 from headrace.engine.profile_cache import keep_profile, read_facts
+from headrace.engine.questions import context_cost
 from headrace.engine.tensors import TensorTable, read_tensors
 
 GIB = 1 << 30
@@ -114,25 +115,25 @@ def pretend(path: Path, disk_bytes_per_s: float, n_threads: int = 0, vram_gib: i
     return pretended
 
 
-def load(header: Header, disk_bytes_per_s: float) -> Load:
-    """Return how a model is loaded there without any setting."""
+def load(header: Header, disk_bytes_per_s: float, said: ContextCost | None = None) -> Load:
+    """Return how a model is loaded there without any setting; said is what llama.cpp says of it."""
     return Load(
         path=str(header.path), name="", n_ctx=N_CTX, n_slots=DEFAULT_SLOTS, n_batch=N_BATCH,
-        n_threads=8, n_threads_batch=8, disk_bytes_per_s=disk_bytes_per_s,
+        n_threads=8, n_threads_batch=8, disk_bytes_per_s=disk_bytes_per_s, context_cost=said,
     )  # fmt: skip
 
 
 def predict(
     header: Header, table: TensorTable, budget_bytes: int, disk_bytes_per_s: float,
-    vram_gib: int = 0,
+    vram_gib: int = 0, said: ContextCost | None = None,
 ) -> tuple[WeightsPlan, Forecast]:  # fmt: skip
-    """Return plan and forecast of a model on the desktop.
+    """Return plan and forecast of a model on the desktop; said is what llama.cpp says of it.
 
     Raises:
         DoesNotFit: it does not run in budget_bytes.
     """
     cost = CostModel.of(*machine(disk_bytes_per_s, vram_gib), table, None)
-    asked = load(header, disk_bytes_per_s)
+    asked = load(header, disk_bytes_per_s, said)
     plan = plan_model(header, table, asked, budget_bytes, cost)
     return plan, forecast_load(header, asked, plan, budget_bytes, cost, correction=NO_CORRECTION)
 
@@ -145,24 +146,27 @@ def rows() -> Iterator[str]:
         for model in header_only.MODELS:
             header = read_model(header_only.build(model, Path(folder)))
             table = read_tensors(header)
+            said = context_cost(load(header, 0.0))
             file_gb = sum(file.n_bytes for file in header.files) / 1e9
             machines = itertools.product(RAM_GIB, VRAM_GIB, DISK_GB_PER_S)
             for ram_gib, vram_gib, disk_gb_per_s in machines:
                 yield _line([
                     f"{model.name}, {file_gb:.1f}", f"{ram_gib}", f"{vram_gib}",
-                    f"{disk_gb_per_s:g}", *_cells(header, table, ram_gib, vram_gib, disk_gb_per_s),
+                    f"{disk_gb_per_s:g}",
+                    *_cells(header, table, said, ram_gib, vram_gib, disk_gb_per_s),
                 ])  # fmt: skip
 
 
 def _cells(
-    header: Header, table: TensorTable, ram_gib: int, vram_gib: int, disk_gb_per_s: float
-) -> list[str]:
+    header: Header, table: TensorTable, said: ContextCost, ram_gib: int, vram_gib: int,
+    disk_gb_per_s: float,
+) -> list[str]:  # fmt: skip
     budget_bytes = spare_bytes(ram_gib * GIB - OTHERS_BYTES)
     try:
-        plan, expected = predict(header, table, budget_bytes, disk_gb_per_s * 1e9, vram_gib)
+        plan, expected = predict(header, table, budget_bytes, disk_gb_per_s * 1e9, vram_gib, said)
     except DoesNotFit as error:
         return [f"needs {error.needed_bytes / GIB:.1f} GiB"] + [""] * (len(COLUMNS) - 5)
-    asked = load(header, disk_gb_per_s * 1e9)
+    asked = load(header, disk_gb_per_s * 1e9, said)
     context = plan_model_context(header, asked, plan, budget_bytes, N_CTX)
     n_experts = sum(block.n_experts for pool in plan.expert_blocks for block in pool)
     hit_rate = expected.expert_hit_rate

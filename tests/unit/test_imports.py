@@ -18,19 +18,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server": {"config", "engine"},
 }
 NEAR_SIDE = {
-    "cache_files", "chat", "client", "context_plan", "corrections", "disk", "errors",
+    "buffers", "cache_files", "chat", "client", "context_plan", "corrections", "disk", "errors",
     "forecast", "gguf", "gguf_source", "hardware", "library", "memory", "messages", "openmp",
-    "pass_time", "placement", "plan", "profile", "profile_cache", "profiling", "remedies",
-    "routing", "template", "tensors", "tiers",
+    "pass_time", "placement", "plan", "profile", "profile_cache", "profiling", "questions",
+    "remedies", "routing", "template", "tensors", "tiers",
 }  # fmt: skip
 # Commands that are a process of their own; cli.py imports them when they are asked for.
 IN_PROCESS = {ROOT / "server" / "checksum.py", *(ROOT / "server" / "commands").glob("*.py")}
 NEVER_IN_SERVER = (
-    "llama_cpp", "headrace.native", "headrace.engine.compute_speed", "headrace.engine.disk_speed",
-    "headrace.engine.engine", "headrace.engine.ggml", "headrace.engine.kv_cache",
-    "headrace.engine.llama", "headrace.engine.loading", "headrace.engine.measure",
-    "headrace.engine.sequence", "headrace.engine.streaming", "headrace.engine.weights",
-    "headrace.engine.worker",
+    "llama_cpp", "headrace.native", "headrace.engine.compute_speed", "headrace.engine.context_cost",
+    "headrace.engine.disk_speed", "headrace.engine.engine", "headrace.engine.ggml",
+    "headrace.engine.kv_cache", "headrace.engine.llama", "headrace.engine.loading",
+    "headrace.engine.measure", "headrace.engine.sequence", "headrace.engine.streaming",
+    "headrace.engine.weights", "headrace.engine.worker",
 )  # fmt: skip
 ALONE_IMPORTS = {"llama_cpp": "llama.py", "headrace.native": "weights.py"}
 

@@ -12,12 +12,14 @@ import pytest
 from gguf import GGUFValueType
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from headrace.config import Settings
-from headrace.engine.context_plan import MIN_CTX, kv_bytes_per_cell, plan_context
+from headrace.engine.context_plan import MIN_CTX, cell_bytes, kv_bytes_per_cell, plan_context
 from headrace.engine.gguf import Array, Header, SourceFile
 from headrace.engine.hardware import CoreKind, Cpu, Topology
 from headrace.engine.library import Details, Model, Name
+from headrace.engine.messages import ContextCost, Load
 from headrace.engine.placement import DEFAULT_CTX, DEFAULT_SLOTS, plan_load
 from headrace.engine.plan import ContextPlan
 
@@ -68,6 +70,31 @@ def test_layers_without_attention_take_no_cells() -> None:
 
 def test_a_recurrent_model_takes_no_cells() -> None:
     assert kv_bytes_per_cell(header(embedding_length=64, attention__head_count=0), "f16") == 0
+
+
+COST = ContextCost(
+    kv_type="f16", kv_bytes_per_cell=64000.0, mask_bytes_per_cell=1024.0, fixed_bytes=0
+)
+LOAD = Load(
+    path="", name="", n_ctx=4096, n_slots=1, n_batch=512, n_threads=1, n_threads_batch=1,
+    context_cost=COST,
+)  # fmt: skip
+
+
+def test_a_cell_takes_what_llama_cpp_says_of_it_for_any_type_of_cache() -> None:
+    shape = header(embedding_length=64, attention__head_count=8)
+    of_halves, _ = cell_bytes(shape, LOAD, 4)
+    of_bytes, _ = cell_bytes(shape, replace(LOAD, kv_type="q8_0"), 4)
+    assert 65024 <= of_halves <= 65024 + 512
+    assert of_halves - of_bytes == 64000 - 64000 * 17 // 32
+
+
+def test_layers_on_a_gpu_have_their_share_of_a_cell_there_and_masks_of_their_own() -> None:
+    shape = header(embedding_length=64, attention__head_count=8)
+    without, nothing = cell_bytes(shape, LOAD, 4)
+    in_ram, in_vram = cell_bytes(shape, LOAD, 1)
+    assert nothing == 0
+    assert in_vram == 48000 + 1024 and in_ram == without - 48000
 
 
 @given(

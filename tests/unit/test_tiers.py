@@ -13,6 +13,7 @@ from golden_plans import machine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.engine.buffers import process_buffers
 from headrace.engine.context_plan import kv_bytes_per_cell
 from headrace.engine.errors import DoesNotFit
 from headrace.engine.gguf import Header, SourceFile, Tensor
@@ -111,6 +112,7 @@ def others(made: Model, plan: WeightsPlan, ram: int, vram: int) -> Iterator[Weig
     units += [(item.block, (item.tensor,)) for item in table.dense]
     units += [(block.block, block.parts) for block in table.experts]
     streams = plan.mode != "full-resident"
+    buffers = process_buffers(header, table, load(0))
     for g in range(table.n_blocks + 2):
         first = table.n_blocks + 1 - g
         on_gpu = {t.name for t in table.trunk if g and t.name == "output.weight"}
@@ -132,7 +134,7 @@ def others(made: Model, plan: WeightsPlan, ram: int, vram: int) -> Iterator[Weig
                   for p in ("vram", "ram", "stream")}  # fmt: skip
             yield from _fitting(
                 plan, table, g, (*in_vram, *at["vram"]), kept, at["ram"], at["stream"],
-                N_CTX * n[0], N_CTX * n[1], ram, vram,
+                N_CTX * n[0], N_CTX * n[1] + buffers.vram_bytes, ram, vram,
             )  # fmt: skip
 
 
@@ -140,7 +142,7 @@ def _fitting(
     plan: WeightsPlan, table: TensorTable, g: int, in_vram: tuple[Tensor, ...], kept: int,
     in_ram: list[Tensor], streamed: list[Tensor], kv: int, kv_vram: int, ram: int, vram: int,
 ) -> Iterator[WeightsPlan]:  # fmt: skip
-    vram_bytes = sum(t.n_bytes for t in in_vram) + kv_vram + plan.compute_bytes if g else 0
+    vram_bytes = sum(t.n_bytes for t in in_vram) + kv_vram if g else 0
     names = {t.name for t in streamed}
     pool = tuple(block for block in table.experts if block.parts[0].name in names)
     made = replace(

@@ -13,12 +13,13 @@ import streamed
 from child import run_python
 from streamed import Case
 
-from headrace.engine import gguf, llama
+from headrace.engine import gguf, llama, questions
 from headrace.engine.context_cost import ask_context_cost, with_context_cost
+from headrace.engine.context_plan import kv_bytes_per_cell
+from headrace.engine.errors import EngineError
 from headrace.engine.kv_cache import n_sequence_ids
 from headrace.engine.llama_log import ContextBytes
 from headrace.engine.messages import ContextCost, Load
-from headrace.engine.placement import kv_bytes_per_cell
 
 Built = Callable[[str], Path]
 MIB = 1 << 20
@@ -120,6 +121,18 @@ print(msgspec.json.encode(cost).decode())
         assert estimate > 1.8 * cost.kv_bytes_per_cell
     else:
         assert cost.kv_bytes_per_cell == pytest.approx(estimate, rel=0.001)
+
+
+def test_a_process_of_its_own_is_told_the_same_and_the_same_reason(
+    backend: None, built: Built, tmp_path: Path
+) -> None:
+    path = built("qwen3moe")
+    asked = load(path)
+    assert questions.context_cost(asked) == ask_context_cost(gguf.read_model(path), asked)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF, and then nothing")
+    with pytest.raises(EngineError, match=str(path)):
+        questions.context_cost(load(path))
 
 
 def test_a_model_that_llama_cpp_refuses_is_planned_with_estimates_and_it_is_told(

@@ -28,7 +28,7 @@ def load(path: Path) -> Load:
 
 def streamed(path: Path) -> Load:
     """Return how the model at path is loaded to be streamed through a ring."""
-    return msgspec.structs.replace(load(path), mode="dense-ffn-streaming", memory_bytes=27 << 20)
+    return msgspec.structs.replace(load(path), mode="dense-ffn-streaming", memory_bytes=52 << 20)
 
 
 def request(engine: LocalEngine, n_predict: int) -> Generate:
