@@ -349,7 +349,7 @@ class Engine:
         if is_last:
             sequence.move("prefilled")
             if sequence.n_generated == 0 and len(self._running) == 1:
-                self.pace.start(sequence.uid)
+                self.pace.start(sequence.uid, sequence.n_past)
             if sequence.n_predict > 0:
                 self._sample(sequence, len(chunk) - 1)
             else:

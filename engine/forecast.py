@@ -109,7 +109,7 @@ def calibrate(cost: CostModel, plan: WeightsPlan, correction: float, answer: Ans
     fault of the machine's speeds.
     """
     read_bytes = answer.read_bytes_per_token if plan.expert_blocks else None
-    expected = correction / cost.decode(plan, read_bytes).seconds
+    expected = correction / cost.decode(plan, read_bytes, answer.n_context).seconds
     return _learnt(correction, answer.tokens_per_s / expected)
 
 

@@ -29,6 +29,8 @@ class Answer:
 
     tokens_per_s: float
     read_bytes_per_token: float
+    n_context: int
+    """Tokens before it and of it, on average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Pace:
         self._prompt_uid: int | None = None
         self._prompt = Prompt(0, 0.0)
         self._uid: int | None = None
-        self._n_steps = 0
+        self._n_prompt = self._n_steps = 0
         self._started_ns = self._bytes_before = 0
 
     @property
@@ -74,12 +76,12 @@ class Pace:
         prompt = self._prompt
         self._prompt = Prompt(prompt.n_tokens + n_tokens, prompt.seconds + seconds)
 
-    def start(self, uid: int) -> None:
+    def start(self, uid: int, n_prompt: int) -> None:
         """Begin with the first token of an answer, which its prompt's last pass gave."""
         if uid == self._prompt_uid and self._prompt.n_tokens >= _LEAST_PROMPT:
             self._prompts.append(self._prompt)
         self._prompt_uid = None
-        self._uid, self._n_steps = uid, 0
+        self._uid, self._n_prompt, self._n_steps = uid, n_prompt, 0
         self._started_ns, self._bytes_before = self._clock(), self._bytes_read()
 
     def interrupt(self, prompt_uid: int | None = None) -> None:
@@ -105,6 +107,7 @@ class Pace:
                 uid, N_TOKENS, speed, self._expected,
             )  # fmt: skip
         n_bytes = self._bytes_read() - self._bytes_before
-        self._answers.append(Answer(speed, n_bytes / self._n_steps))
+        n_context = self._n_prompt + N_TOKENS // 2
+        self._answers.append(Answer(speed, n_bytes / self._n_steps, n_context))
         self.median = statistics.median_low(self._answers)
         self._uid = None

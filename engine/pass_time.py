@@ -35,7 +35,7 @@ are in the file. So are those that are streamed, and read first.
 
 N_PROMPT = 1000
 # Tokens before the one that a decode pass is of, whose keys and values it reads; 2 bytes each.
-_N_CONTEXT, _KV_VALUE_BYTES = 512, 2
+N_CONTEXT, _KV_VALUE_BYTES = 512, 2
 _KV_WEIGHTS = ("attn_k.weight", "attn_v.weight")
 # native/readers.h, READERS_PIECE_BYTES
 PIECE_BYTES = 1 << 20
@@ -154,14 +154,16 @@ class CostModel:
         is_learnt = usage is not None
         return cls(profile, disk, table, gpu, n_io_threads, routings, curves, is_learnt)
 
-    def decode(self, plan: WeightsPlan, read_bytes: float | None = None) -> PassTime:
+    def decode(
+        self, plan: WeightsPlan, read_bytes: float | None = None, n_context: int = N_CONTEXT
+    ) -> PassTime:
         """Return the pass of one token; of one that read so much of its experts, if that is known.
 
         Else it is what the hit curve says.
         """
         places = _Places.of(plan, self.table)
         compute_s = self.table.n_blocks * BLOCK_S + places.n_hops * HOP_S
-        compute_s += self.context_s(plan.n_gpu_layers) + sum(
+        compute_s += self.context_s(plan.n_gpu_layers, n_context) + sum(
             self.product_s(tensor, share, places.of_matrix(tensor))
             for tensor, share in self.matrices()
         )
@@ -247,13 +249,13 @@ class CostModel:
             for part in block.parts:
                 yield part, min(self.table.n_used / block.n_experts, 1.0)
 
-    def context_s(self, n_gpu_layers: int) -> float:
-        """Return the seconds in which a token's pass reads keys and values of those before it."""
+    def context_s(self, n_gpu_layers: int, n_context: int = N_CONTEXT) -> float:
+        """Return the seconds in which a token's pass reads keys and values of n_context others."""
         first = self.table.n_blocks + 1 - n_gpu_layers if n_gpu_layers else self.table.n_blocks
         seconds = 0.0
         for tensor in self.table.trunk:
             if tensor.name.endswith(_KV_WEIGHTS) and (match := BLOCK.match(tensor.name)):
-                n_bytes = _N_CONTEXT * _KV_VALUE_BYTES * tensor.shape[1]
+                n_bytes = n_context * _KV_VALUE_BYTES * tensor.shape[1]
                 place: Place = "vram" if int(match[1]) >= first else "ram"
                 seconds += n_bytes / self._memory_speed(place)
         return seconds

@@ -24,7 +24,7 @@ from headrace.engine.forecast import (
 from headrace.engine.gguf import Header, read_model
 from headrace.engine.messages import Forecast
 from headrace.engine.pace import Answer, Prompt
-from headrace.engine.pass_time import CostModel
+from headrace.engine.pass_time import N_CONTEXT, CostModel
 from headrace.engine.plan import WeightsPlan
 from headrace.engine.profile import CPU_REPACK, KernelSpeed, Profile
 from headrace.engine.routing import ExpertUsage
@@ -222,7 +222,7 @@ def test_what_was_measured_corrects_the_next_forecasts(models: dict[str, Read]) 
     measured, correction = made.decode_tokens_per_s / 2, 1.0
     errors = []
     for _ in range(4):
-        answer = Answer(measured, made.read_bytes_per_token)
+        answer = Answer(measured, made.read_bytes_per_token, N_CONTEXT)
         correction = calibrate(cost, plan, correction, answer)
         made = forecast(*machine(GB), table, plan, correction=Correction(correction))
         errors.append(made.decode_tokens_per_s / measured - 1)
@@ -234,20 +234,31 @@ def test_a_correction_stays_within_bounds(models: dict[str, Read]) -> None:
     header, table = models[QWEN3]
     plan, made = predict(header, table, 8 * GIB, GB)
     cost, n_bytes = CostModel.of(*machine(GB), table, None), made.read_bytes_per_token
-    right = Answer(made.decode_tokens_per_s, n_bytes)
+    right = Answer(made.decode_tokens_per_s, n_bytes, N_CONTEXT)
     assert calibrate(cost, plan, 1, right) == pytest.approx(1, rel=1e-4)
-    assert calibrate(cost, plan, 1, Answer(1e-6, n_bytes)) == 0.25
-    assert calibrate(cost, plan, 1, Answer(1e6, n_bytes)) == 4
+    assert calibrate(cost, plan, 1, Answer(1e-6, n_bytes, N_CONTEXT)) == 0.25
+    assert calibrate(cost, plan, 1, Answer(1e6, n_bytes, N_CONTEXT)) == 4
 
 
 def test_what_a_cold_cache_costs_is_no_fault_of_the_forecast(models: dict[str, Read]) -> None:
     header, table = models[QWEN3]
     plan, made = predict(header, table, 8 * GIB, GB)
     cost, n_bytes = CostModel.of(*machine(GB), table, None), 3 * made.read_bytes_per_token
-    cold = Answer(1 / cost.decode(plan, n_bytes).seconds, n_bytes)
+    cold = Answer(1 / cost.decode(plan, n_bytes).seconds, n_bytes, N_CONTEXT)
     assert cold.tokens_per_s < made.decode_tokens_per_s / 2
     assert calibrate(cost, plan, 1, cold) == pytest.approx(1)
     assert calibrate(cost, plan, 0.5, cold) > 0.8
+
+
+def test_an_answer_behind_a_long_prompt_teaches_nothing_of_its_length(
+    models: dict[str, Read],
+) -> None:
+    header, table = models[QWEN3]
+    plan, made = predict(header, table, 64 * GIB, GB)
+    cost = CostModel.of(*machine(GB), table, None)
+    behind = Answer(1 / cost.decode(plan, n_context=30_000).seconds, 0, 30_000)
+    assert behind.tokens_per_s < 0.9 * made.decode_tokens_per_s
+    assert calibrate(cost, plan, 1, behind) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("n_tokens", [256, 512, 900, 5000])

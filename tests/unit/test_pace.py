@@ -27,7 +27,7 @@ def clock() -> Clock:
 
 
 def answer(pace: Pace, clock: Clock, uid: int, step_s: float, n_tokens: int = N_TOKENS) -> None:
-    pace.start(uid)
+    pace.start(uid, 100)
     for _ in range(n_tokens - 1):
         clock.now_ns += int(step_s * S)
         pace.step(uid)
@@ -42,14 +42,14 @@ def test_what_was_read_is_that_of_the_median_answer(clock: Clock) -> None:
     n_read = 10**9
     pace = Pace(clock=clock, bytes_read=lambda: n_read)
     for uid, (step_s, n_bytes) in enumerate([(0.5, 300), (0.25, 200), (0.125, 100)]):
-        pace.start(uid)
+        pace.start(uid, 100)
         for _ in range(N_TOKENS - 1):
             clock.now_ns += int(step_s * S)
             n_read += n_bytes
             pace.step(uid)
         n_read += 77  # between answers
     assert pace.median is not None
-    assert pace.median == Answer(pace.median.tokens_per_s, 200)
+    assert pace.median == Answer(pace.median.tokens_per_s, 200, 132)
     assert speed(pace) == pytest.approx(4)
 
 
@@ -73,7 +73,7 @@ def test_what_comes_after_the_first_tokens_does_not_count(clock: Clock) -> None:
 
 def test_answers_that_were_interrupted_or_never_begun_do_not_count(clock: Clock) -> None:
     pace = Pace(clock=clock)
-    pace.start(1)
+    pace.start(1, 100)
     for i in range(2 * N_TOKENS):
         clock.now_ns += S
         if i == N_TOKENS // 2:
@@ -88,7 +88,7 @@ def test_chunks_of_a_prompt_are_one_prompt_if_nothing_comes_between(clock: Clock
     for _ in range(3):
         pace.interrupt(1)
         pace.prefill(100, 0.5)
-    pace.start(1)
+    pace.start(1, 100)
     assert list(pace.prompts) == [Prompt(300, 1.5)]
     for between in (None, 3):
         pace.interrupt(2)
@@ -96,7 +96,7 @@ def test_chunks_of_a_prompt_are_one_prompt_if_nothing_comes_between(clock: Clock
         pace.interrupt(between)
         pace.interrupt(2)
         pace.prefill(256, 2.0)
-        pace.start(2)
+        pace.start(2, 100)
     assert list(pace.prompts[1:]) == [Prompt(256, 2.0)] * 2
 
 
@@ -104,11 +104,11 @@ def test_short_prompts_and_those_of_other_answers_do_not_count(clock: Clock) -> 
     pace = Pace(clock=clock)
     pace.interrupt(1)
     pace.prefill(255, 1.0)
-    pace.start(1)
-    pace.start(1)
+    pace.start(1, 100)
+    pace.start(1, 100)
     pace.interrupt(2)
     pace.prefill(512, 1.0)
-    pace.start(3)
+    pace.start(3, 100)
     assert pace.prompts == ()
 
 
