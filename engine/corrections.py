@@ -1,8 +1,8 @@
 """How far forecasts of a model were off, kept from one run to the next in the user's cache folder.
 
-In: a model's header, the key of the machine's profile, a mode. Out: what forecasts of that model in
-that mode are corrected by. Written when a model is unloaded, never while it answers. Does not know
-how a correction is found.
+In: a model's header, the key of the machine's profile, a plan's way. Out: what forecasts of that
+model that way are corrected by. Written when a model is unloaded, never while it answers. Does not
+know how a correction is found.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import msgspec
 from headrace.engine.cache_files import cache_folder, write_atomically
 from headrace.engine.forecast import Correction
 from headrace.engine.gguf import Header
-from headrace.engine.messages import Mode
 from headrace.engine.usage import model_key
 
 logger = logging.getLogger(__name__)
@@ -28,7 +27,7 @@ class _Kept(msgspec.Struct, frozen=True):
 
     version: int
     profile_key: str
-    corrections: dict[Mode, Correction]
+    corrections: dict[str, Correction]
 
 
 def corrections_path(header: Header) -> Path:
@@ -36,8 +35,8 @@ def corrections_path(header: Header) -> Path:
     return cache_folder() / f"corrections-{model_key(header)}.json"
 
 
-def read_corrections(header: Header, profile_key: str) -> dict[Mode, Correction]:
-    """Return what was learnt of a model on the machine of that profile, for each mode it ran in."""
+def read_corrections(header: Header, profile_key: str) -> dict[str, Correction]:
+    """Return what was learnt of a model on the machine of that profile, by the way it ran."""
     path = corrections_path(header)
     try:
         kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
@@ -51,8 +50,8 @@ def read_corrections(header: Header, profile_key: str) -> dict[Mode, Correction]
     return kept.corrections
 
 
-def keep_correction(header: Header, profile_key: str, mode: Mode, correction: Correction) -> None:
-    """Keep correction for later forecasts of a model in mode, beside those of its other modes."""
-    corrections = read_corrections(header, profile_key) | {mode: correction}
+def keep_correction(header: Header, profile_key: str, way: str, correction: Correction) -> None:
+    """Keep correction for later forecasts of a model that way, beside those of others."""
+    corrections = read_corrections(header, profile_key) | {way: correction}
     kept = _Kept(_VERSION, profile_key, corrections)
     write_atomically(corrections_path(header), msgspec.json.encode(kept))

@@ -39,7 +39,7 @@ from headrace.engine.pass_time import CostModel
 from headrace.engine.plan import WeightsPlan, describe
 from headrace.engine.profile_cache import read_measured
 from headrace.engine.routing import ExpertUsage
-from headrace.engine.tensors import ExpertBlock, name_patterns, read_tensors
+from headrace.engine.tensors import ExpertBlock, TensorTable, name_patterns, read_tensors
 from headrace.engine.usage import keep_usage, narrowed, read_usage, widened
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class LoadedEngine:
                 prefill=calibrate_prefill(cost, plan, before.prefill, pace.prompts),
                 load=calibrate_load(cost, plan, before.load, self.load_ns / 1e9, self.load_bytes),
             )
-            keep_correction(self.header, cost.profile.key, plan.mode, correction)
+            keep_correction(self.header, cost.profile.key, plan.way, correction)
         stream = self.engine.model.stream
         usage = None if stream is None else stream.usage()
         if usage is not None:
@@ -135,31 +135,20 @@ def load_engine(
     header = read_model(Path(load.path), weights.open_direct)
     budget = budget_bytes(load)
     table = read_tensors(header)
-    measured = read_measured(this_machine(), load.n_threads, header.path)
     usage = read_usage(header, table.experts) if table.experts else None
     llama.start_backend()
-    cost, corrections = None, {}
-    if measured is not None:
-        corrections = read_corrections(header, measured[0].key)
-        load = at_disk_speed(load, measured[1])
-        cost = _with_gpu_now(CostModel.of(*measured, table, usage))
+    load, cost = _with_cost(header, load, table, usage)
     load = context_cost.with_context_cost(header, load)
     plan = placement.plan_model(header, table, load, budget, cost)
     logger.info("%s", describe(plan, budget))
-    correction = corrections.get(plan.mode, NO_CORRECTION)
-    expected = _forecast(header, load, plan, budget, cost, correction)
+    correction, expected = _forecast(header, load, plan, budget, cost)
     model = _load_model(header, plan, repacks=repacks)
     if model.stream is not None and plan.expert_blocks and usage is not None:
         model.stream.expect(narrowed(usage, table.experts, streamed_blocks(plan)))
     plan_context = partial(placement.plan_model_context, header, load, plan, budget)
     pace = Pace(expected.decode_tokens_per_s if expected else None, bytes_read=_counter(model))
     made = engine.Engine(model, load, plan_context, emit, n_ubatch=plan.n_ubatch, pace=pace)
-    n_wanted = min(load.n_ctx, header.context_length or load.n_ctx)
-    if made.n_ctx < n_wanted:
-        logger.warning(
-            "the context is %d tokens instead of %d, more does not fit; --context sets another",
-            made.n_ctx, n_wanted,
-        )  # fmt: skip
+    _warn_of_context(header, load, made.n_ctx)
     load_ns, n_read = time.perf_counter_ns() - started, _disk_bytes() - bytes_before
     return LoadedEngine(
         made, load, header, plan, table.experts, budget, usage, cost, correction, expected,
@@ -178,6 +167,16 @@ def pin(cpus: tuple[int, ...]) -> None:
         os.sched_setaffinity(0, cpus)
 
 
+def _with_cost(
+    header: Header, load: Load, table: TensorTable, usage: ExpertUsage | None
+) -> tuple[Load, CostModel | None]:
+    """Return load with the speed of its disk, and what passes cost; None: it was not measured."""
+    measured = read_measured(this_machine(), load.n_threads, header.path)
+    if measured is None:
+        return load, None
+    return at_disk_speed(load, measured[1]), _with_gpu_now(CostModel.of(*measured, table, usage))
+
+
 def _with_gpu_now(cost: CostModel) -> CostModel:
     """Return cost with what its GPU has free now; without one if this llama.cpp can't use it."""
     from headrace.engine import ggml
@@ -191,9 +190,8 @@ def _with_gpu_now(cost: CostModel) -> CostModel:
 
 
 def _forecast(
-    header: Header, load: Load, plan: WeightsPlan, budget_bytes: int, cost: CostModel | None,
-    correction: Correction,
-) -> Forecast | None:  # fmt: skip
+    header: Header, load: Load, plan: WeightsPlan, budget_bytes: int, cost: CostModel | None
+) -> tuple[Correction, Forecast | None]:
     """Return what to expect of a model; nothing is measured for it here, that takes seconds."""
     if cost is None:
         logger.info(
@@ -201,8 +199,19 @@ def _forecast(
             " measured yet; `headrace profile %s` does that, with as many threads as by default",
             load.n_threads, header.path,
         )  # fmt: skip
-        return None
-    return forecast_load(header, load, plan, budget_bytes, cost, correction=correction)
+        return NO_CORRECTION, None
+    corrections = read_corrections(header, cost.profile.key)
+    correction = corrections.get(plan.way, NO_CORRECTION)
+    return correction, forecast_load(header, load, plan, budget_bytes, cost, correction=correction)
+
+
+def _warn_of_context(header: Header, load: Load, n_ctx: int) -> None:
+    n_wanted = min(load.n_ctx, header.context_length or load.n_ctx)
+    if n_ctx < n_wanted:
+        logger.warning(
+            "the context is %d tokens instead of %d, more does not fit; --context sets another",
+            n_ctx, n_wanted,
+        )  # fmt: skip
 
 
 def streamed_blocks(plan: WeightsPlan) -> frozenset[int]:

@@ -52,6 +52,14 @@ class WeightsPlan:
     """What it may take; contexts can have the rest."""
 
     @property
+    def way(self) -> str:
+        """What decides how far off forecasts are: the mode, and how much of it is on a GPU."""
+        if not self.gpu:
+            return self.mode
+        is_whole = not (self.in_ram or self.streamed or self.kv_bytes)
+        return f"{self.mode} {'on' if is_whole else 'beside'} {self.gpu}"
+
+    @property
     def n_bytes(self) -> int:
         """All memory that the plan takes, but for the GPU's."""
         return self.resident_bytes + self.stream_bytes + self.kv_bytes + self.buffer_bytes

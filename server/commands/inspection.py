@@ -152,7 +152,7 @@ class Inspection(_Value, frozen=True):
 
 def inspect(
     model: Model, load: Load, budget_bytes: int, measured: tuple[Profile, DiskProfile] | None,
-    usage: ExpertUsage | None, corrections: Mapping[Mode, Correction], *,
+    usage: ExpertUsage | None, corrections: Mapping[str, Correction], *,
     lists_tensors: bool = False,
 ) -> Inspection:  # fmt: skip
     """Return what is to be told of model when it is loaded as load says.
@@ -176,7 +176,7 @@ def inspect(
         )  # fmt: skip
     expected = None
     if cost is not None:
-        correction = corrections.get(plan.mode, NO_CORRECTION)
+        correction = corrections.get(plan.way, NO_CORRECTION)
         expected = forecast_load(header, load, plan, budget_bytes, cost, correction=correction)
     return Inspection(
         model=facts,

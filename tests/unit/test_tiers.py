@@ -295,6 +295,16 @@ def test_weights_of_layers_on_the_gpu_that_stay_in_memory_are_named() -> None:
     assert plan.resident_bytes == n_bytes
 
 
+def test_forecasts_are_corrected_apart_for_what_is_on_a_beside_and_without_a_gpu() -> None:
+    made = dense_model()
+    whole = gpu_plan(made, None)
+    part = gpu_plan(made, whole.vram_bytes - 1)
+    without = gpu_plan(made, 0)
+    assert [plan.way for plan in (whole, part, without)] == [
+        "full-resident on GPU0", "full-resident beside GPU0", "full-resident",
+    ]  # fmt: skip
+
+
 def test_a_gpu_that_shares_the_processors_memory_is_not_used() -> None:
     assert gpu_plan(dense_model(), None, is_integrated=True).gpu == ""
 
