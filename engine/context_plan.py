@@ -77,13 +77,14 @@ def plan_context(
     widens is false for models whose rope factors depend on the number of cells.
     """
     n_ctx = max(min(n_ctx, n_ctx_train) if n_ctx_train > 0 else n_ctx, 4)
-    n_fit = max(budget_bytes // max(bytes_per_cell, 1), MIN_CTX)
+    n_fit = budget_bytes // max(bytes_per_cell, 1)
     if vram_bytes_per_cell:
-        n_fit = max(min(n_fit, vram_budget_bytes // vram_bytes_per_cell), MIN_CTX)
+        n_fit = min(n_fit, vram_budget_bytes // vram_bytes_per_cell)
+    n_fit = max(n_fit // 256 * 256, MIN_CTX)  # llama.cpp takes multiples only
     n_ctx = min(n_ctx, n_fit)
     # Cells beyond the first sequence's take at most half of the memory.
     n_cells = min(n_ctx * n_slots, max(n_ctx, n_fit // 2)) if widens else n_ctx
-    n_cells = -(-n_cells // 256) * 256  # llama.cpp rounds up to this
+    n_cells = -(-n_cells // 256) * 256
     n_bytes = n_cells * bytes_per_cell
     # Half of what is left, and no more than what the cells can hold.
     parked_bytes = N_PARKED * n_ctx * (bytes_per_cell + vram_bytes_per_cell)
