@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ import tiny_models
 # Threads that wait by spinning are no good where tests share two cores with others. Read by OpenMP
 # when llama.cpp loads it in this process; engine processes are told to spin all the same.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# A shell that starts pytest in the background has it ignore Ctrl-C; its children would, too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
