@@ -125,7 +125,9 @@ def test_interrupt_ends_the_command_and_the_measuring(
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate()
     assert (process.returncode, output, errors) == (128 + signal.SIGINT, "", "")
-    assert not [child for child in children if child.is_running()]
+    # One that has ended may not have been buried yet, by whoever does that for orphans here.
+    ended = (not c.is_running() or c.status() == psutil.STATUS_ZOMBIE for c in children)
+    assert all(ended)
     assert not (tmp_path / "headrace").exists()
 
 

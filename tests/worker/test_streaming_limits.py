@@ -92,11 +92,11 @@ attempt(plan, RLIMIT_AS, in_use() + (100 << 20), n_threads=64)
 attempt(enlarge(50_000), RLIMIT_AS, in_use() + (512 << 20))
 attempt(plan, RLIMIT_AS, RLIM_INFINITY)
 """
-    assert run_python(_LOADING + code, path).splitlines() == [
-        f"{path}: can't be opened for streaming: resource temporarily unavailable",
-        f"{path}: no memory to stream weights: cannot allocate memory",
-        "loaded",
-    ]
+    first, *others = run_python(_LOADING + code, path).splitlines()
+    # A thread more, or what those that have started take for themselves: either may come first.
+    reasons = ("resource temporarily unavailable", "cannot allocate memory")
+    assert first in [f"{path}: can't be opened for streaming: {reason}" for reason in reasons]
+    assert others == [f"{path}: no memory to stream weights: cannot allocate memory", "loaded"]
 
 
 @pytest.mark.skipif(
