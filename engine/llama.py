@@ -180,6 +180,19 @@ class Model:
         params.kv_overrides = changed
         if simulates:
             params.no_alloc, params.load_mode = True, c.LLAMA_LOAD_MODE_NONE
+        self._load(path, params)
+        self.vocab = Vocab(c.llama_model_get_vocab(self.pointer))
+        self.n_ctx_train: int = c.llama_model_n_ctx_train(self.pointer)
+        self.n_swa: int = c.llama_model_n_swa(self.pointer)
+        self.size_bytes: int = c.llama_model_size(self.pointer)
+        self.is_recurrent: bool = c.llama_model_is_recurrent(
+            self.pointer
+        ) or c.llama_model_is_hybrid(self.pointer)
+        """Whether the state of a sequence can't be cut at any position (Mamba, RWKV, hybrids)."""
+
+    def _load(self, path: Path, params: Any) -> None:
+        """Load by llama.cpp's own loader, or through the stream; what params points to is held."""
+        stream = self.stream
         if stream is None:
             self.pointer = c.llama_model_load_from_file(os.fsencode(path), params)
             """llama.cpp's own object; None once closed."""
@@ -199,14 +212,6 @@ class Model:
         except ModelUnusable:
             self.close()
             raise
-        self.vocab = Vocab(c.llama_model_get_vocab(self.pointer))
-        self.n_ctx_train: int = c.llama_model_n_ctx_train(self.pointer)
-        self.n_swa: int = c.llama_model_n_swa(self.pointer)
-        self.size_bytes: int = c.llama_model_size(self.pointer)
-        self.is_recurrent: bool = c.llama_model_is_recurrent(
-            self.pointer
-        ) or c.llama_model_is_hybrid(self.pointer)
-        """Whether the state of a sequence can't be cut at any position (Mamba, RWKV, hybrids)."""
 
     def close(self) -> None:
         """Free the weights; contexts made from them must be closed before."""
